@@ -1,0 +1,6 @@
+"""MindSpeed-LLM: a training suite for large language models on megatron-core.
+
+Importing this package brings in nothing but its version; ask for what you need by module (see ``docs/architecture.md``).
+"""
+
+__version__ = "0.1.0"
