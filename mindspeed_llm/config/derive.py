@@ -1,0 +1,169 @@
+"""Values that follow from others, as Megatron-LM 0.16.1's validate_args and training set-up have them.
+
+Each derivation is a pure function of the flat values and of the names that somebody gave, and answers with the values
+to change. They run in the order of :data:`DERIVATIONS`; a later one sees what an earlier one changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+Values = Mapping[str, Any]
+Given = Collection[str]
+Changes = dict[str, Any]
+
+
+class Derivation(NamedTuple):
+    """One step of derivation and, for the notice when it overrules a given value, its reason."""
+
+    compute: Callable[[Values, Given], Changes]
+    why: str
+
+
+def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel: int) -> int:
+    """Rows of the embedding table: ``vocab_size`` up to a multiple of ``divisible_by * tensor_parallel``."""
+    multiple = divisible_by * tensor_parallel
+    return (vocab_size + multiple - 1) // multiple * multiple
+
+
+def virtual_stages(values: Values, given: Given) -> Changes:
+    """Interleaved stages per pipeline rank from either spelling; one stage is none. No change where layers do not
+    divide: a rule says so with the numbers."""
+    stages = values["virtual_pipeline_model_parallel_size"]
+    per_stage = values["num_layers_per_virtual_pipeline_stage"]
+    if values["num_virtual_stages_per_pipeline_rank"] is not None:
+        stages = values["num_virtual_stages_per_pipeline_rank"]
+    elif per_stage is not None and per_stage > 0:
+        layers = counted_layers(values)
+        chunk = values["pipeline_model_parallel_size"] * per_stage
+        stages = layers // chunk if chunk and layers % chunk == 0 else stages
+    return {"virtual_pipeline_model_parallel_size": None if stages == 1 else stages}
+
+
+def counted_layers(values: Values) -> int:
+    """Layers that pipeline stages share, with embedding and loss where they count as layers."""
+    extra = values["account_for_embedding_in_pipeline_split"] + values["account_for_loss_in_pipeline_split"]
+    return values["num_layers"] + extra
+
+
+def point_to_point(values: Values, given: Given) -> Changes:
+    """How activations travel between stages.
+
+    Overlap needs interleaved stages. Batched sends and receives are matched in posting order, so with two ranks and
+    interleaved stages (both neighbours are the same rank) they would swap activations and gradients.
+    """
+    interleaved = values["virtual_pipeline_model_parallel_size"] is not None
+    overlap = values["overlap_p2p_comm"] and interleaved
+    two_ranks = values["pipeline_model_parallel_size"] == 2
+    changes = {"overlap_p2p_comm": overlap, "batch_p2p_comm": not overlap and not (interleaved and two_ranks)}
+    if "align_param_gather" not in given or not interleaved:
+        changes["align_param_gather"] = interleaved
+    return changes
+
+
+def sequence_parallel(values: Values, given: Given) -> Changes:
+    """Sequence parallelism splits over tensor-parallel ranks: alone, there is nothing to split."""
+    return {"sequence_parallel": values["sequence_parallel"] and values["tensor_model_parallel_size"] > 1}
+
+
+def architecture(values: Values, given: Given) -> Changes:
+    """Sizes of feed-forward and heads that follow from the hidden size."""
+    hidden, heads = values["hidden_size"], values["num_attention_heads"]
+    changes: Changes = {}
+    if values["ffn_hidden_size"] is None:
+        # Megatron keeps the parameter count of a gated block near that of a plain one, in multiples of 64.
+        swiglu = values["gated_linear_unit"] and values["activation_func"] == "silu"
+        changes["ffn_hidden_size"] = int((4 * hidden * 2 / 3) / 64) * 64 if swiglu else 4 * hidden
+    if values["kv_channels"] is None and heads > 0 and hidden % heads == 0:
+        changes["kv_channels"] = hidden // heads
+    if values["num_query_groups"] is None:
+        changes["num_query_groups"] = 1 if values["group_query_attention"] else heads
+    if values["add_bias_linear"]:
+        changes["add_qkv_bias"] = True
+    if values["apply_query_key_layer_scaling"]:
+        changes["attention_softmax_in_fp32"] = True
+    if values["rope_scaling_type"] == "llama3" and values["rope_scaling_factor"] is None:
+        changes["rope_scaling_factor"] = 8.0
+    if values["padded_vocab_size"] is None and values["vocab_size"] is not None:
+        sizes = values["make_vocab_size_divisible_by"], values["tensor_model_parallel_size"]
+        if min(sizes) > 0:
+            changes["padded_vocab_size"] = padded_vocab_size(values["vocab_size"], *sizes)
+    return changes
+
+
+def batches(values: Values, given: Given) -> Changes:
+    """Data-parallel size from the number of processes, and a global batch of one micro-batch on each."""
+    model_parallel = (
+        values["tensor_model_parallel_size"] * values["pipeline_model_parallel_size"] * values["context_parallel_size"]
+    )
+    if model_parallel <= 0 or values["world_size"] % model_parallel:
+        return {}
+    size = values["world_size"] // model_parallel
+    changes: Changes = {"data_parallel_size": size}
+    if values["global_batch_size"] is None and values["micro_batch_size"] is not None:
+        changes["global_batch_size"] = values["micro_batch_size"] * size
+    return changes
+
+
+def schedules(values: Values, given: Given) -> Changes:
+    """Decay over the whole run, and constant weight decay, unless told otherwise."""
+    changes: Changes = {}
+    for unit in ("iters", "samples"):
+        if values[f"lr_decay_{unit}"] is None and values[f"train_{unit}"] is not None:
+            changes[f"lr_decay_{unit}"] = values[f"train_{unit}"]
+    if values["weight_decay_incr_style"] == "constant":
+        for end in ("start_weight_decay", "end_weight_decay"):
+            if values[end] is None:
+                changes[end] = values["weight_decay"]
+    return changes
+
+
+def precision(values: Values, given: Given) -> Changes:
+    """Number formats: bf16 sums gradients in fp32 unless told otherwise; a dynamic loss scale expects infinities."""
+    changes: Changes = {}
+    if values["bf16"] and "grad_reduce_in_fp32" not in given:
+        changes["grad_reduce_in_fp32"] = True
+    if values["fp16"] and not values["loss_scale"]:
+        changes |= {"check_for_nan_in_loss": False, "check_for_nan_in_grad": False}
+    if values["params_dtype"] is None:
+        changes["params_dtype"] = "bf16" if values["bf16"] else "fp16" if values["fp16"] else "fp32"
+    return changes
+
+
+def data(values: Values, given: Given) -> Changes:
+    """Megatron's default loader and split; a run that does not train needs no optimizer state."""
+    changes: Changes = {}
+    if values["dataloader_type"] is None:
+        changes["dataloader_type"] = "single"
+    if values["split"] is None and (values["data_path"] or values["data_args_path"]):
+        changes["split"] = "969,30,1"
+    if values["skip_train"]:
+        changes["no_load_optim"] = True
+    return changes
+
+
+DERIVATIONS: tuple[Derivation, ...] = (
+    Derivation(virtual_stages, "one interleaved stage per pipeline rank is no interleaving"),
+    Derivation(point_to_point, "overlap needs interleaved stages, and two ranks cannot batch their messages"),
+    Derivation(sequence_parallel, "there is nothing to split with one tensor-parallel rank"),
+    Derivation(architecture, "it follows from other values of the architecture"),
+    Derivation(batches, "it follows from the number of processes"),
+    Derivation(schedules, "it follows from the length of the run"),
+    Derivation(precision, "it follows from the number format"),
+    Derivation(data, "it follows from other values of the run"),
+)
+
+
+def derive(values: Values, given: Given) -> tuple[dict[str, Any], dict[str, str]]:
+    """Apply all derivations.
+
+    Returns:
+        The flat values, and for each name that was changed the reason.
+    """
+    current, reasons = dict(values), {}
+    for derivation in DERIVATIONS:
+        for name, value in derivation.compute(current, given).items():
+            if current[name] != value:
+                current[name], reasons[name] = value, derivation.why
+    return current, reasons

@@ -1,0 +1,88 @@
+"""What the model is, as far as megatron-core's TransformerConfig does not say it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mindspeed_llm.config.option import option
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Architecture and vocabulary of the language model."""
+
+    hf_config: str | None = None
+    """Folder, file or hub name of a Hugging Face config.json that gives the architecture, without weights."""
+
+    model_type_hf: str | None = None
+    """Name of the model family, when it is not to be read from a Hugging Face config."""
+
+    vocab_size: int | None = None
+    """Number of tokens of the vocabulary before padding; by default the tokenizer's."""
+
+    padded_vocab_size: int | None = None
+    """Rows of the embedding table. By default the vocabulary size rounded up so that every tensor-parallel rank
+    holds the same number of rows. Rows above the vocabulary never get probability."""
+
+    make_vocab_size_divisible_by: int = 128
+    """Round the embedding rows of each tensor-parallel rank up to a multiple of this."""
+
+    max_position_embeddings: int | None = None
+    """Longest position that the model is made for; at least the sequence length."""
+
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
+    """How positions enter: a learned table, rotary embeddings, or not at all."""
+
+    rotary_base: float = 10000.0
+    """Base of the rotary frequencies (rope theta)."""
+
+    rotary_percent: float = 1.0
+    """Part of each head's channels that is rotated, above 0 and up to 1."""
+
+    rotary_seq_len_interpolation_factor: float | None = None
+    """Divide rotary positions by this factor (linear interpolation to longer sequences)."""
+
+    rope_scaling_type: Literal["linear", "dynamic", "yarn", "llama3"] | None = None
+    """How the rotary frequencies are stretched to longer sequences."""
+
+    rope_scaling_factor: float | None = None
+    """Ratio of the extended to the original context length. For llama3 scaling the default is 8."""
+
+    rope_scaling_original_max_position_embeddings: int | None = option(
+        None, flags=("--original-max-position-embeddings",)
+    )
+    """Context length that the model was first trained with."""
+
+    low_freq_factor: float = 1.0
+    """llama3 scaling: wavelengths longer than the original context divided by this are fully stretched."""
+
+    high_freq_factor: float = 4.0
+    """llama3 scaling: wavelengths shorter than the original context divided by this are left alone."""
+
+    beta_fast: float = option(32.0, flags=("--rope-scaling-beta-fast",))
+    """yarn scaling: channels that turn at least this often within the original context are left alone."""
+
+    beta_slow: float = option(1.0, flags=("--rope-scaling-beta-slow",))
+    """yarn scaling: channels that turn at most this often within the original context are fully stretched."""
+
+    rope_scaling_mscale: float | None = None
+    """yarn scaling: strength of the correction of the attention temperature."""
+
+    rope_scaling_mscale_all_dim: float | None = None
+    """yarn scaling: strength of the same correction where it acts on all channels; the ratio of both is applied."""
+
+    rope_scaling_attention_factor: float | None = None
+    """yarn scaling: factor on the rotated queries and keys, in place of the one computed from the scaling factor."""
+
+    untie_embeddings_and_output_weights: bool = False
+    """Give the output layer its own weights, apart from the embedding table."""
+
+    activation_func: Literal["gelu", "silu", "squared_relu", "quick_gelu"] = "gelu"
+    """Non-linearity of the feed-forward block."""
+
+    group_query_attention: bool = False
+    """Share keys and values between groups of query heads; one group unless the number of query groups is given."""
+
+    init_method_xavier_uniform: bool = False
+    """Draw initial weights from the Xavier uniform distribution instead of a normal one."""
