@@ -1,0 +1,339 @@
+"""The far side of the test pool: a warmed process that forks ranks, and the ranks themselves.
+
+Started by :mod:`tests.distributed.pool` as ``python -m tests.distributed.pool_worker <fd>``. Imports are paid once, in
+the first process, which stays single-threaded so that forking it is safe; gloo's threads only exist in the forks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import importlib.util
+import os
+import pickle
+import re
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+#: Set before torch is imported, since its thread pools read them once.
+THREAD_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+#: Looked up by name because they may be absent: the package grows, and the pool must not wait for it.
+WARM_UP = (
+    "mindspeed_llm.core",
+    "megatron.core",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.distributed",
+    "megatron.core.optimizer",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2.modeling_qwen2",
+)
+STACK_SIGNAL = signal.SIGUSR1
+DEFAULT_SEED = 1234
+_PR_SET_PDEATHSIG = 1
+#: megatron-core names its groups so (``TENSOR_MODEL_PARALLEL_GROUP``); those go with the world and are not leaks.
+_MEGATRON_GROUP = re.compile(r"[A-Z_]+_GROUP")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one rank is asked to run."""
+
+    target: str
+    kwargs: Mapping[str, Any]
+    rank: int
+    world_size: int
+    store: str
+    master_port: int
+    process_group: bool
+    timeout: float
+
+
+@dataclass
+class Outcome:
+    """What one rank sends back: a result, or the reasons why there is none."""
+
+    result: bytes | None = None
+    failures: list[str] = field(default_factory=list)
+
+
+class Leak(Exception):
+    """A case left something behind that the next one would meet."""
+
+
+# --------------------------------------------------------------------------------------------------------- the zygote
+
+
+def zygote(control: socket.socket) -> None:
+    """Import what the cases need, then fork a rank for each request until the other side hangs up."""
+    os.environ.update(THREAD_ENVIRONMENT)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    _warm_up()
+    children: set[int] = set()
+    control.sendall(b"ready\n")
+    try:
+        while True:
+            request, descriptors, _, _ = socket.recv_fds(control, 4096, 1)
+            if not request:
+                return
+            command, _, argument = request.decode().partition(" ")
+            if command == "fork":
+                pid = os.fork()
+                if pid == 0:
+                    control.close()
+                    _become_rank(Connection(descriptors[0]), argument.strip())
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                children.add(pid)
+                control.sendall(f"{pid}\n".encode())
+            elif command == "reap":
+                pid = int(argument)
+                _, status = os.waitpid(pid, 0)
+                children.discard(pid)
+                control.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    finally:
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+
+
+def _warm_up() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    torch.set_num_interop_threads(1)
+    for name in WARM_UP:
+        package = name.rpartition(".")[0]
+        if package.startswith("mindspeed_llm") and importlib.util.find_spec(name) is None:
+            continue
+        importlib.import_module(name)
+
+
+# ----------------------------------------------------------------------------------------------------------- the ranks
+
+
+def _become_rank(connection: Connection, folder: str) -> None:
+    """Turn this fork into a rank that serves cases; never returns."""
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        output = os.open(os.path.join(folder, "output"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        stacks = open(os.path.join(folder, "stacks"), "w")  # noqa: SIM115 - open for the life of the process
+        faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
+        faulthandler.enable()
+        _serve(connection)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _serve(connection: Connection) -> None:
+    while True:
+        try:
+            request = connection.recv_bytes()
+        except EOFError:
+            return
+        outcome = run_case(pickle.loads(request))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        connection.send_bytes(pickle.dumps(outcome))
+
+
+def run_case(case: Case) -> Outcome:
+    """Run ``case`` in a fresh world and report its result, its exception, and what it leaked."""
+    outcome = Outcome()
+    world = _World(case)
+    try:
+        world.open()
+        module, _, name = case.target.partition(":")
+        function = importlib.import_module(module)
+        for part in name.split("."):
+            function = getattr(function, part)
+        outcome.result = pickle.dumps(function(**case.kwargs), protocol=pickle.HIGHEST_PROTOCOL)
+    except BaseException:
+        # Every way of failing, SystemExit included, has to reach the test that asked.
+        outcome.failures.append(traceback.format_exc())
+    for step in world.closing_steps(failed=bool(outcome.failures)):
+        try:
+            step()
+        except Leak as leak:
+            outcome.failures.append(f"leaked: {leak}")
+        except BaseException:
+            outcome.failures.append(f"while tidying up after the case:\n{traceback.format_exc()}")
+    return outcome
+
+
+class _World:
+    """The state that a case starts from, and the proof that it was left alone."""
+
+    def __init__(self, case: Case) -> None:
+        import torch
+
+        self.case = case
+        self.environment = dict(os.environ)
+        self.folder = os.getcwd()
+        self.modules = {module.__name__: (module, dict(vars(module))) for module in (torch, torch.cuda)}
+        self.default_dtype = torch.get_default_dtype()
+        self.patches = _active_patches()
+
+    def open(self) -> None:
+        """Environment, seeds and, when asked for, the default process group."""
+        case = self.case
+        os.environ.update(
+            RANK=str(case.rank),
+            WORLD_SIZE=str(case.world_size),
+            LOCAL_RANK=str(case.rank),
+            LOCAL_WORLD_SIZE=str(case.world_size),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(case.master_port),
+        )
+        _seed()
+        if case.process_group:
+            _init_process_group(case)
+
+    def closing_steps(self, *, failed: bool) -> Iterator[Callable[[], None]]:
+        """Checks and resets, each run even if an earlier one failed."""
+        if not failed:
+            yield self._check_groups
+        yield _destroy_megatron_state
+        yield _destroy_process_groups
+        yield self._restore_torch_state
+        yield self._check_modules
+        yield self._check_patches
+        yield self._restore_environment
+
+    def _check_groups(self) -> None:
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            return
+        groups = dist.distributed_c10d._world.pg_map
+        default = dist.group.WORLD
+        left = [
+            f"{group.group_desc} (ranks {dist.get_process_group_ranks(group)})"
+            for group in groups
+            if group is not default and not _MEGATRON_GROUP.search(group.group_desc)
+        ]
+        if left:
+            raise Leak(f"{len(left)} process group(s) still open: {', '.join(left)}")
+
+    def _check_modules(self) -> None:
+        changed: list[str] = []
+        for name, (module, before) in self.modules.items():
+            after = vars(module)
+            changed += [f"{name}.{key} replaced" for key, value in before.items() if after.get(key, value) is not value]
+            changed += [f"{name}.{key} removed" for key in before if key not in after]
+            # Importing a submodule adds it to its parent; anything else that is new was put there.
+            changed += [
+                f"{name}.{key} added"
+                for key, value in after.items()
+                if key not in before and getattr(value, "__name__", None) != f"{name}.{key}"
+            ]
+        if changed:
+            raise Leak(f"torch differs from before the case: {', '.join(changed)}")
+
+    def _check_patches(self) -> None:
+        left = _active_patches() - self.patches
+        if left:
+            raise Leak(f"patches still applied: {', '.join(sorted(left))}")
+
+    def _restore_torch_state(self) -> None:
+        import torch
+
+        torch.set_default_dtype(self.default_dtype)
+        torch.use_deterministic_algorithms(False)
+        torch.set_grad_enabled(True)
+        torch.set_num_threads(1)
+
+    def _restore_environment(self) -> None:
+        os.chdir(self.folder)
+        os.environ.clear()
+        os.environ.update(self.environment)
+
+
+def _seed() -> None:
+    import random
+
+    import numpy
+    import torch
+
+    random.seed(DEFAULT_SEED)
+    numpy.random.seed(DEFAULT_SEED)
+    torch.manual_seed(DEFAULT_SEED)
+
+
+def _init_process_group(case: Case) -> None:
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(case.store, case.world_size),
+        rank=case.rank,
+        world_size=case.world_size,
+        timeout=timedelta(seconds=max(case.timeout, 1.0)),
+    )
+
+
+def _destroy_process_groups() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    left = len(dist.distributed_c10d._world.pg_map)
+    if left:
+        raise Leak(f"{left} process group(s) survive destroy_process_group()")
+
+
+def _destroy_megatron_state() -> None:
+    """Put megatron-core's module globals back to their state at import."""
+    if "megatron.core" not in sys.modules:
+        return
+    from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    parallel_state.destroy_model_parallel()
+    num_microbatches_calculator.unset_num_microbatches_calculator()
+    rerun_state_machine.destroy_rerun_state_machine()
+    megatron_random._CUDA_RNG_STATE_TRACKER = None
+    megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
+    prediction = sys.modules.get("megatron.core.transformer.multi_token_prediction")
+    if prediction is not None:
+        prediction.MTPLossLoggingHelper.tracker.clear()
+
+
+def _active_patches() -> frozenset[str]:
+    """Names of the patches that are applied now; empty while the package has no planner."""
+    patching = sys.modules.get("mindspeed_llm.patching")
+    active = getattr(patching, "active_patches", None)
+    return frozenset(map(str, active())) if callable(active) else frozenset()
+
+
+def _main() -> None:
+    # A terminal's Ctrl-C goes to the test session, which then hangs up; dying here first would lose the ranks' stacks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    zygote(socket.socket(fileno=int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    # Cases are pickled under the importable name, so serve from that module and not from __main__.
+    from tests.distributed import pool_worker
+
+    pool_worker._main()
