@@ -1,0 +1,1 @@
+"""Optimizers that megatron-core's wrappers drive."""

@@ -1,0 +1,1 @@
+"""Tensor-parallel functions that megatron-core lacks or does differently."""

@@ -1,0 +1,84 @@
+"""Token log-probabilities and losses, the one place for them: right for split and for padded vocabularies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ROWS_AT_A_TIME = 256
+"""Tokens whose float32 logits exist at once: a few MiB, so that passes over them stay in cache."""
+
+
+def _spans(rows: int) -> Iterator[slice]:
+    return (slice(first, first + ROWS_AT_A_TIME) for first in range(0, rows, ROWS_AT_A_TIME))
+
+
+class _VocabParallelNll(torch.autograd.Function):
+    """-log softmax at the target."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, target: torch.Tensor, true_vocab_size: int, group: dist.ProcessGroup | None
+    ) -> torch.Tensor:
+        size = group.size() if group is not None else 1
+        rank = group.rank() if group is not None else 0
+        width = logits.shape[-1]
+        start = rank * width
+        real = max(0, min(width, true_vocab_size - start))
+        flat = logits.reshape(-1, width)
+        local = target.reshape(-1) - start
+        mine = (local >= 0) & (local < width)
+        index = local.clamp(0, width - 1)
+
+        rows = flat.shape[0]
+        highest = torch.empty(rows, dtype=torch.float32, device=logits.device)
+        for span in _spans(rows):
+            highest[span] = flat[span, :real].amax(-1).float() if real else -torch.inf
+        if size > 1:
+            dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+        total = torch.empty_like(highest)
+        for span in _spans(rows):
+            total[span] = (flat[span, :real].float() - highest[span, None]).exp_().sum(-1)
+        at_target = flat.gather(1, index[:, None])[:, 0].float().masked_fill_(~mine, 0.0)
+        if size > 1:
+            both = torch.stack([total, at_target])
+            dist.all_reduce(both, group=group)
+            total, at_target = both
+        log_total = total.log() + highest
+        ctx.save_for_backward(flat, index, mine, log_total)
+        ctx.real = real
+        ctx.shape = logits.shape
+        return (log_total - at_target).view(target.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        flat, index, mine, log_total = ctx.saved_tensors
+        weight = grads[0].reshape(-1).float()
+        out = torch.empty_like(flat)
+        out[:, ctx.real :] = 0
+        for span in _spans(flat.shape[0]):
+            share = (flat[span, : ctx.real].float() - log_total[span, None]).exp_()
+            here = mine[span].nonzero()[:, 0]
+            share[here, index[span][here]] -= 1.0
+            out[span, : ctx.real] = share.mul_(weight[span, None])
+        return out.view(ctx.shape), None, None, None
+
+
+def vocab_parallel_cross_entropy(
+    logits: torch.Tensor, target: torch.Tensor, true_vocab_size: int, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """Negative log-probability of each target token, in nats.
+
+    Args:
+        logits: ``[..., v]``, this rank's columns of the (padded) vocabulary; any floating dtype, reduced in float32.
+        target: ``[...]`` token ids below ``true_vocab_size``.
+        true_vocab_size: columns beyond it are padding and take no probability.
+        group: the ranks that hold the other columns, in rank order; ``None`` when ``logits`` has all of them.
+
+    Returns:
+        ``[...]`` float32; differentiable with respect to ``logits``.
+    """
+    return _VocabParallelNll.apply(logits, target, true_vocab_size, group)

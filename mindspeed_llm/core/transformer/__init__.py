@@ -1,0 +1,1 @@
+"""Layers, their configuration and the specs that assemble them."""

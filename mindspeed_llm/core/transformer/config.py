@@ -1,0 +1,75 @@
+"""megatron-core's TransformerConfig with the fields it lacks, sealed once a run is built."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mindspeed_llm.errors import ConfigError
+
+WRITTEN_AT_RUN_TIME = frozenset(
+    "no_sync_func grad_sync_func param_sync_func grad_scale_func finalize_model_grads_func timers".split()
+)
+"""The callbacks that megatron-core's schedules read from the configuration and that a run sets after building it."""
+
+
+@dataclass
+class SuiteTransformerConfig(TransformerConfig):
+    """What one model is made of and how it is cut.
+
+    After :meth:`seal` only :data:`WRITTEN_AT_RUN_TIME` may change, so that no layer finds another configuration than
+    the one that was printed.
+    """
+
+    true_vocab_size: int = 0
+    """Rows of the vocabulary that are tokens; the columns of the logits beyond them are masked out of the softmax."""
+
+    attn_logit_softcapping: float | None = None
+    """Attention scores pass through ``cap * tanh(score / cap)``."""
+
+    rope_scaling_type: Literal["linear", "dynamic", "yarn", "llama3"] | None = None
+    """How rotary frequencies are stretched beyond the context that the model was trained on."""
+    rope_scaling_factor: float = 1.0
+    rope_scaling_low_freq_factor: float = 1.0
+    rope_scaling_high_freq_factor: float = 4.0
+    rope_scaling_original_max_position_embeddings: int = 0
+    """The trained context, in tokens."""
+    rope_scaling_beta_fast: float = 32.0
+    rope_scaling_beta_slow: float = 1.0
+    rope_scaling_truncate: bool = True
+    """Round yarn's correction range to whole dimensions."""
+
+    yarn_rotary_scaling_factor: float = 1.0
+    """With the two below: megatron-core's attention multiplies cos and sin by yarn's temperature, 1 at factor 1."""
+    yarn_mscale: float | None = None
+    yarn_mscale_all_dim: float | None = None
+
+    def seal(self) -> None:
+        """Refuse further changes but for :data:`WRITTEN_AT_RUN_TIME`."""
+        object.__setattr__(self, "_sealed", True)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in WRITTEN_AT_RUN_TIME and self.__dict__.get("_sealed"):
+            raise ConfigError(
+                f"the model's configuration is sealed; {name} cannot change any more",
+                got=value,
+                allowed=sorted(WRITTEN_AT_RUN_TIME),
+            )
+        super().__setattr__(name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SuiteTransformerConfig:
+        """An unsealed copy: megatron-core edits copies for the layers that need another value."""
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        for name, value in self.__dict__.items():
+            if name != "_sealed":
+                # Process groups and bound methods of the model are shared, not copied.
+                shared = name in WRITTEN_AT_RUN_TIME
+                object.__setattr__(twin, name, value if shared else copy.deepcopy(value, memo))
+        return twin
+
+
+FIELD_NAMES = frozenset(field.name for field in fields(SuiteTransformerConfig))

@@ -1,0 +1,89 @@
+"""Rotary frequencies of every scaling scheme that Hugging Face configurations name."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+from mindspeed_llm.core.transformer.config import SuiteTransformerConfig
+
+
+def inverse_frequencies(config: SuiteTransformerConfig, dim: int, base: float, seq_length: int) -> torch.Tensor:
+    """The angle per position of each pair of dimensions.
+
+    Args:
+        config: gives the scaling scheme and its constants.
+        dim: rotated dimensions of a head.
+        base: theta.
+        seq_length: tokens in the sequence; only ``dynamic`` looks at it.
+
+    Returns:
+        ``[dim / 2]`` float32.
+
+    Formulas: plain [Su et al. 2021]; linear [Chen et al. 2023]; dynamic NTK and yarn [Peng et al. 2023]; llama3 as in
+    Meta's llama-models ``apply_scaling``.
+    """
+    scheme = config.rope_scaling_type
+    factor = config.rope_scaling_factor
+    if scheme == "dynamic":
+        trained = config.rope_scaling_original_max_position_embeddings
+        stretch = factor * max(seq_length, trained) / trained - (factor - 1)
+        base = base * stretch ** (dim / (dim - 2))
+    plain = 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    if scheme == "linear":
+        return plain / factor
+    if scheme == "llama3":
+        return _llama3(config, plain)
+    if scheme == "yarn":
+        return _yarn(config, plain, dim, base)
+    return plain
+
+
+def _llama3(config: SuiteTransformerConfig, plain: torch.Tensor) -> torch.Tensor:
+    trained = config.rope_scaling_original_max_position_embeddings
+    low, high = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor
+    wavelength = 2 * math.pi / plain
+    smooth = ((trained / wavelength - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - smooth) * plain / config.rope_scaling_factor + smooth * plain
+
+
+def _yarn(config: SuiteTransformerConfig, plain: torch.Tensor, dim: int, base: float) -> torch.Tensor:
+    trained = config.rope_scaling_original_max_position_embeddings
+
+    def dimension_of(rotations: float) -> float:
+        return dim * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = dimension_of(config.rope_scaling_beta_fast), dimension_of(config.rope_scaling_beta_slow)
+    if config.rope_scaling_truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+    return plain / config.rope_scaling_factor * ramp + plain * (1 - ramp)
+
+
+class ScaledRotaryEmbedding(RotaryEmbedding):
+    """megatron-core's rotary embedding with the frequencies of :func:`inverse_frequencies`."""
+
+    def __init__(
+        self, config: SuiteTransformerConfig, rotary_percent: float, rotary_base: float, cp_group: Any
+    ) -> None:
+        super().__init__(
+            kv_channels=config.kv_channels,
+            rotary_percent=rotary_percent,
+            rotary_interleaved=config.rotary_interleaved,
+            rotary_base=rotary_base,  # pyright: ignore[reportArgumentType]  Hugging Face writes 10000.0
+            use_cpu_initialization=config.use_cpu_initialization,
+            cp_group=cp_group,
+        )
+        self.suite_config = config
+        self.rotary_base = rotary_base
+        self.dim = 2 * self.inv_freq.numel()
+
+    def get_emb(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
+        """Angles ``[max_seq_len, 1, 1, dim]`` of the positions from ``offset`` on."""
+        frequencies = inverse_frequencies(self.suite_config, self.dim, self.rotary_base, offset + max_seq_len)
+        self.inv_freq = frequencies.to(self.inv_freq.device)
+        return super().get_emb(max_seq_len, offset)

@@ -1,0 +1,63 @@
+"""Which module fills each slot of a layer."""
+
+from __future__ import annotations
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from mindspeed_llm.core.transformer.attention import CoreAttention
+from mindspeed_llm.core.transformer.config import SuiteTransformerConfig
+from mindspeed_llm.core.transformer.norms import LayerNorm, RMSNorm
+
+
+class SuiteSpecProvider(LocalSpecProvider):
+    """megatron-core's local modules, with the suite's attention and norms."""
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        """The norm of every slot; unlike megatron-core's off CUDA, it works with sequence parallelism."""
+        return RMSNorm if rms_norm else LayerNorm
+
+    def core_attention(self) -> type:
+        """The one core attention."""
+        return CoreAttention
+
+
+def gpt_layer_spec(config: SuiteTransformerConfig) -> ModuleSpec:
+    """A dense decoder layer: norm, self-attention, norm, MLP, each with a residual."""
+    backend = SuiteSpecProvider()
+    norm = backend.layer_norm(rms_norm=config.normalization == "RMSNorm")
+    qk_norm = norm if config.qk_layernorm else IdentityOp
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=backend.column_parallel_linear(),
+                    core_attention=backend.core_attention(),
+                    linear_proj=backend.row_parallel_linear(),
+                    q_layernorm=qk_norm,
+                    k_layernorm=qk_norm,
+                ),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=norm,
+            mlp=get_mlp_module_spec_for_backend(backend=backend),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def gpt_block_spec(config: SuiteTransformerConfig, layers: int) -> TransformerBlockSubmodules:
+    """``layers`` equal layers and the final norm of a pipeline chunk."""
+    norm = SuiteSpecProvider().layer_norm(rms_norm=config.normalization == "RMSNorm")
+    return TransformerBlockSubmodules(layer_specs=[gpt_layer_spec(config)] * layers, layer_norm=norm)

@@ -1,0 +1,82 @@
+"""Process groups, model-parallel state and random seeds of a run."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import random
+import tempfile
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.num_microbatches_calculator import (
+    init_num_microbatches_calculator,
+    unset_num_microbatches_calculator,
+)
+
+from mindspeed_llm.config.run import RunConfig
+from mindspeed_llm.device import current
+
+
+def initialize(cfg: RunConfig) -> None:
+    """Join the process group, cut it into model-parallel groups, seed every generator.
+
+    A process group that exists already is used as it is. Without a launcher (no ``RANK`` in the environment) the run
+    is one process.
+    """
+    device = current()
+    device.bind()
+    if not dist.is_initialized():
+        timeout = datetime.timedelta(minutes=cfg.distributed.distributed_timeout_minutes)
+        if "RANK" in os.environ:
+            dist.init_process_group(device.backend, timeout=timeout)
+        else:
+            store = dist.FileStore(os.path.join(tempfile.mkdtemp(prefix="mindspeed_llm."), "rendezvous"), 1)
+            dist.init_process_group(device.backend, store=store, rank=0, world_size=1, timeout=timeout)
+    layout = cfg.transformer
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
+        distributed_timeout_minutes=cfg.distributed.distributed_timeout_minutes,
+        num_distributed_optimizer_instances=cfg.ddp.num_distributed_optimizer_instances,
+        # The second set of groups is for saves from a device whose backend cannot move CPU tensors.
+        create_gloo_process_groups=device.type != "cpu",
+    )
+    seed_everything(cfg)
+    unset_num_microbatches_calculator()
+    training = cfg.training
+    init_num_microbatches_calculator(
+        dist.get_rank(),
+        list(training.rampup_batch_size) if training.rampup_batch_size else None,
+        training.global_batch_size,  # pyright: ignore[reportArgumentType]  derived by now
+        training.micro_batch_size,  # pyright: ignore[reportArgumentType]
+        parallel_state.get_data_parallel_world_size(),
+    )
+
+
+def seed_everything(cfg: RunConfig) -> None:
+    """Seed Python, numpy, torch and the model-parallel generators, as Megatron-LM does.
+
+    Pipeline stages differ by 100 per stage, data-parallel replicas only with ``--data-parallel-random-init``;
+    tensor-parallel ranks share the default generator and differ in the tracker's model-parallel one.
+    """
+    seed = cfg.training.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    if cfg.training.data_parallel_random_init:
+        seed += 10 * parallel_state.get_data_parallel_rank()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    if cfg.training.deterministic_mode:
+        torch.use_deterministic_algorithms(True)
+
+
+def finalize() -> None:
+    """Leave the model-parallel groups and the process group."""
+    parallel_state.destroy_model_parallel()
+    unset_num_microbatches_calculator()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,53 @@
+"""Builds a run: model, weights, data-parallel wrappers, optimizer, scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import get_megatron_optimizer
+
+from mindspeed_llm.config.run import RunConfig
+from mindspeed_llm.core.build import build_chunks, optimizer_config, transformer_config, wrap_ddp
+from mindspeed_llm.core.transformer.config import SuiteTransformerConfig
+from mindspeed_llm.training.schedule import build_scheduler
+from mindspeed_llm.training.state import Progress, Run
+
+LoadWeights = Callable[[list[Any]], None]
+
+
+def setup(cfg: RunConfig, load_weights: LoadWeights | None = None) -> Run:
+    """A run ready for its first step; :func:`mindspeed_llm.training.initialize.initialize` came before.
+
+    Args:
+        cfg: the resolved configuration.
+        load_weights: fills the bare chunks before the optimizer copies its main parameters from them.
+    """
+    config = transformer_config(cfg)
+    chunks = build_chunks(cfg, config)
+    if load_weights is not None:
+        load_weights(chunks)
+    chunks = wrap_ddp(cfg, config, chunks)
+    optimizer = get_megatron_optimizer(optimizer_config(cfg), chunks, use_gloo_process_groups=False)
+    scheduler = build_scheduler(cfg, optimizer)
+    _connect(cfg, config, chunks, optimizer)
+    config.seal()
+    return Run(cfg, config, chunks, optimizer, scheduler, Progress())
+
+
+def _connect(cfg: RunConfig, config: SuiteTransformerConfig, chunks: list[Any], optimizer: Any) -> None:
+    """The callbacks through which megatron-core's schedules reach data parallelism and loss scaling."""
+    one = len(chunks) == 1
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    if cfg.ddp.overlap_grad_reduce:
+        config.no_sync_func = chunks[0].no_sync if one else [chunk.no_sync for chunk in chunks]
+        if config.virtual_pipeline_model_parallel_size and _aligned_grad_reduce(cfg):
+            config.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
+    if cfg.value("overlap_param_gather") and cfg.ddp.align_param_gather:
+        config.param_sync_func = chunks[0].start_param_sync if one else [chunk.start_param_sync for chunk in chunks]
+
+
+def _aligned_grad_reduce(cfg: RunConfig) -> bool:
+    return bool(cfg.transformer.pipeline_model_parallel_size > 1)

@@ -1,0 +1,116 @@
+"""One training step and one evaluation, the same for every kind of training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import get_micro_batch_size, get_num_microbatches
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from mindspeed_llm.device import current
+from mindspeed_llm.training.objective import Batch, Objective
+from mindspeed_llm.training.state import Run
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step reports, the same on every rank.
+
+    Attributes:
+        loss: mean over the global batch's unmasked tokens, in nats.
+        tokens: unmasked tokens.
+        grad_norm: global L2 norm before clipping; NaN when the step was skipped.
+        learning_rate: that the step used.
+        weight_decay: that the step used.
+        loss_scale: that the step used; 1 without fp16.
+        skipped: the weights were not updated.
+    """
+
+    loss: float
+    tokens: int
+    grad_norm: float
+    learning_rate: float
+    weight_decay: float
+    loss_scale: float
+    skipped: bool
+
+
+def _schedule(
+    run: Run, objective: Objective, batches: Sequence[Iterator[Batch]], micro_batches: int, *, train: bool
+) -> list[Any]:
+    interleaved = len(run.chunks) > 1
+    length: int = run.cfg.training.seq_length  # pyright: ignore[reportAssignmentType]  a rule demands it
+    return get_forward_backward_func()(
+        forward_step_func=objective,
+        data_iterator=list(batches) if interleaved else batches[0],  # pyright: ignore[reportArgumentType]
+        model=run.chunks if interleaved else run.chunks[0],
+        num_microbatches=micro_batches,
+        seq_length=length,
+        micro_batch_size=get_micro_batch_size(),
+        decoder_seq_length=length,
+        forward_only=not train,
+    )
+
+
+def _mean_loss(reports: list[dict[str, torch.Tensor]]) -> tuple[float, int]:
+    """Loss and token count over all micro-batches and data-parallel ranks; known to the last stage, told to all."""
+    total = torch.zeros(2, dtype=torch.float64, device=current().torch_device)
+    if reports:
+        total += torch.stack([report["lm loss"] for report in reports]).sum(0)
+        dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    stages = parallel_state.get_pipeline_model_parallel_group()
+    if stages.size() > 1:
+        dist.broadcast(total, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=stages)
+    loss, count = total.tolist()
+    return loss / max(count, 1.0), int(count)
+
+
+def train_step(run: Run, objective: Objective, batches: Sequence[Iterator[Batch]]) -> StepResult:
+    """Forward, backward, reduce, clip, update.
+
+    Args:
+        run: the run; its optimizer and scheduler move on.
+        objective: what to compute.
+        batches: one iterator of micro-batches per model chunk.
+    """
+    for chunk in run.chunks:
+        chunk.zero_grad_buffer()
+    run.optimizer.zero_grad()
+    micro_batches = get_num_microbatches()
+    reports = _schedule(run, objective, batches, micro_batches, train=True)
+    loss, tokens = _mean_loss(reports)
+    loss_scale = float(run.optimizer.get_loss_scale().item())
+    learning_rate = get_canonical_lr_for_logging(run.optimizer.param_groups) or 0.0
+    weight_decay = max((group["weight_decay"] for group in run.optimizer.param_groups), default=0.0)
+    updated, grad_norm, _ = run.optimizer.step()
+    if updated:
+        data_parallel = parallel_state.get_data_parallel_world_size()
+        run.scheduler.step(increment=micro_batches * get_micro_batch_size() * data_parallel)
+    return StepResult(
+        loss=loss,
+        tokens=tokens,
+        grad_norm=float("nan") if grad_norm is None else float(grad_norm),
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        loss_scale=loss_scale,
+        skipped=not updated,
+    )
+
+
+@torch.no_grad()
+def evaluate(run: Run, objective: Objective, batches: Sequence[Iterator[Batch]], iterations: int) -> float:
+    """Mean loss over ``iterations`` global batches, without dropout and without touching the weights."""
+    for chunk in run.chunks:
+        chunk.eval()
+    reports: list[dict[str, torch.Tensor]] = []
+    for _ in range(iterations):
+        reports += _schedule(run, objective, batches, get_num_microbatches(), train=False)
+    for chunk in run.chunks:
+        chunk.train()
+    return _mean_loss(reports)[0]
