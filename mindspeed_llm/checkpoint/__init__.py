@@ -1,0 +1,1 @@
+"""Weights in and out: names, invertible transforms, layouts, and the Hugging Face and megatron-core formats."""

@@ -1,0 +1,446 @@
+"""Weights between Hugging Face folders and a live, sharded model.
+
+A load is planned first, from names and shapes alone: every tensor on either side is used exactly once, or the whole
+thing is refused in one message. Only then are tensors read, and of each only the rows that this rank holds. An export
+is the inverse. Peak memory stays near the largest tensor.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mindspeed_llm.checkpoint import hf_io
+from mindspeed_llm.checkpoint.hf_io import TensorInfo, TensorSource
+from mindspeed_llm.checkpoint.layout import global_shape, local_columns, local_rows, unshard
+from mindspeed_llm.checkpoint.names import NameTable, WeightEntry, compile_names
+from mindspeed_llm.checkpoint.transforms import part_rows, pieces, select, split
+from mindspeed_llm.errors import ConversionError
+from mindspeed_llm.models.family import ModelFamily, Vocab, values_of
+
+logger = logging.getLogger(__name__)
+
+_LAYER = re.compile(r"(.*?\bdecoder\.layers\.)(\d+)(\..*)")
+_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """The process groups an export talks over. None stands for a group of one.
+
+    Args:
+        tp: ranks that share the tensors of one stage.
+        pp: ranks of the same place in all stages.
+        dp: replicas (data and context parallel); the first writes.
+    """
+
+    tp: dist.ProcessGroup | None = None
+    pp: dist.ProcessGroup | None = None
+    dp: dist.ProcessGroup | None = None
+
+
+def group_rank(group: dist.ProcessGroup | None) -> int:
+    """This process's place in ``group``."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+def group_size(group: dist.ProcessGroup | None) -> int:
+    """Number of processes in ``group``."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+# The live model -----------------------------------------------------------------------------------------------------
+
+
+def unwrap(chunk: nn.Module) -> nn.Module:
+    """The model inside data-parallel and mixed-precision wrappers, which keep it as ``module``."""
+    while isinstance(getattr(chunk, "module", None), nn.Module):
+        chunk = chunk.module
+    return chunk
+
+
+def live_tensors(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Parameters and persistent buffers of this rank, by global name: layers counted over the whole model."""
+    found: dict[str, Tensor] = {}
+    for chunk in chunks:
+        model = unwrap(chunk)
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if not isinstance(tensor, Tensor) or name.endswith("_extra_state"):
+                continue
+            match = _LAYER.fullmatch(name)
+            if match:
+                layer = model.get_submodule(match[1] + match[2])
+                name = f"{match[1]}{int(layer.layer_number) - 1}{match[3]}"
+            if name in found:
+                raise ConversionError("two model chunks hold the same tensor", got=name)
+            found[name] = tensor
+    return found
+
+
+# Planning -----------------------------------------------------------------------------------------------------------
+
+
+class _Problems:
+    """Everything wrong with a conversion, shown in one table: what, how many, a few names."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[str]] = {}
+
+    def add(self, kind: str, *names: str) -> None:
+        if names:
+            self._found.setdefault(kind, []).extend(names)
+
+    def check(self, what: str, fix: str | None = None) -> None:
+        if not self._found:
+            return
+        lines = []
+        for kind, names in self._found.items():
+            more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            lines.append(f"  {len(names):6d}  {kind}: {', '.join(names[:_SHOWN])}{more}")
+        raise ConversionError("\n".join([what, *lines]), fix=fix)
+
+
+def check_heads(values: Mapping[str, Any], tp_size: int) -> None:
+    """Refuses head counts that tensor parallelism cannot cut, as megatron-core's attention does.
+
+    Raises:
+        ConversionError: with heads, KV heads and TP.
+    """
+    heads = values["num_attention_heads"]
+    groups = values["num_query_groups"] or heads
+    if heads % tp_size or (groups % tp_size and tp_size % groups):
+        raise ConversionError(
+            "attention heads cannot be cut over the tensor-parallel ranks",
+            got=f"{heads} heads, {groups} KV heads, tensor-model-parallel-size {tp_size}",
+            allowed="heads a multiple of it, and KV heads a multiple or a divisor of it",
+            fix="change --tensor-model-parallel-size",
+        )
+
+
+def plan_load(
+    table: NameTable,
+    live: Mapping[str, Sequence[int]],
+    stored: Mapping[str, TensorInfo],
+    values: Mapping[str, Any],
+    tp_size: int,
+) -> list[WeightEntry]:
+    """What this rank has to fill, after proving that the whole checkpoint and this rank's tensors fit one another.
+
+    Args:
+        live: shapes of this rank's tensors by global megatron-core name.
+        stored: what the checkpoint holds.
+
+    Raises:
+        ConversionError: one table of everything that does not fit.
+    """
+    check_heads(values, tp_size)
+    problems = _Problems()
+    expected = table.hf_names()
+    known = set(expected)
+    problems.add("missing in the checkpoint", *(name for name in expected if name not in stored))
+    unmapped = [name for name in stored if name not in known and name not in table.tied and not table.is_dropped(name)]
+    problems.add("in the checkpoint, but not in the model", *unmapped)
+    problems.add("in the model, but made of nothing", *(name for name in live if name not in table.entries))
+    used = [name for name in expected if name in stored]
+    problems.add(
+        "not plain floating point",
+        *(f"{name} {stored[name].dtype}" for name in used if not _castable(stored[name].dtype)),
+    )
+    entries = [entry for name, entry in table.entries.items() if name in live]
+    for entry in entries:
+        if all(name in stored for name in entry.hf):
+            problems.add(
+                "other shape than the model's", *_shape_faults(entry, live[entry.mcore], stored, values, tp_size)
+            )
+    problems.check("the checkpoint does not fit the model", fix="check that config.json belongs to these weights")
+    return entries
+
+
+def _castable(dtype: torch.dtype) -> bool:
+    return dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def _shape_faults(
+    entry: WeightEntry,
+    local: Sequence[int],
+    stored: Mapping[str, TensorInfo],
+    values: Mapping[str, Any],
+    tp_size: int,
+) -> list[str]:
+    whole = global_shape(entry.shard, local, tp_size)
+    if isinstance(entry.shard, Vocab):
+        if whole[0] < values["vocab_size"]:
+            return [f"{entry.mcore} has {whole[0]} rows for a vocabulary of {values['vocab_size']}"]
+        whole[0] = values["vocab_size"]
+    try:
+        rows = part_rows(entry.transform, whole[0], values)
+    except ConversionError as error:
+        return [f"{entry.mcore}: {error.what}"]
+    faults = []
+    for name, count in zip(entry.hf, rows, strict=True):
+        wanted = (count, *whole[1:])
+        if stored[name].shape != wanted:
+            faults.append(f"{name} {list(stored[name].shape)} (model: {list(wanted)})")
+    return faults
+
+
+# Loading ------------------------------------------------------------------------------------------------------------
+
+
+def load_hf_weights(
+    chunks: Sequence[nn.Module],
+    family: ModelFamily,
+    folder: str | os.PathLike[str],
+    *,
+    tp_rank: int,
+    tp_size: int,
+    cfg: Any,
+) -> None:
+    """Fills a live model from a Hugging Face folder, in place and in the dtype of its parameters.
+
+    Each rank reads by itself, only what it holds. Optimizers with fp32 copies must be made, or told to reload, after.
+
+    Args:
+        chunks: this rank's model chunks, wrapped or not; which layers they hold is read from them.
+        cfg: the run's configuration (``transformer`` and ``model`` sections).
+
+    Raises:
+        CheckpointError: the folder is missing, incomplete or broken.
+        ConversionError: its tensors do not fit the model; nothing was written then.
+    """
+    values = values_of((cfg.model, cfg.transformer))
+    table = compile_names(family, values)
+    live = live_tensors(chunks)
+    with ExitStack() as stack:
+        source = hf_io.open_tensors(folder, stack)
+        shapes = {name: tuple(tensor.shape) for name, tensor in live.items()}
+        entries = plan_load(table, shapes, source.tensors, values, tp_size)
+        check_ties(table, source)
+        for entry in entries:
+            fill(live[entry.mcore], entry, source, values, tp_rank=tp_rank, tp_size=tp_size)
+    logger.info("loaded %d tensors of %s from %s", len(entries), family.name, folder)
+
+
+@torch.no_grad()
+def fill(
+    target: Tensor,
+    entry: WeightEntry,
+    source: TensorSource,
+    values: Mapping[str, Any],
+    *,
+    tp_rank: int,
+    tp_size: int,
+) -> None:
+    """Copies this rank's part of one weight into ``target`` piece by piece; rows of vocabulary padding become zero."""
+    rows = [source.tensors[name].shape[0] for name in entry.hf]
+    total = sum(rows)
+    if isinstance(entry.shard, Vocab):
+        wanted = local_rows(entry.shard, target.shape[0] * tp_size, tp_rank, tp_size)
+        wanted = [(min(start, total), min(stop, total)) for start, stop in wanted]
+    else:
+        wanted = local_rows(entry.shard, total, tp_rank, tp_size)
+    shape = source.tensors[entry.hf[0]].shape
+    columns = local_columns(entry.shard, shape[1], tp_rank, tp_size) if len(shape) > 1 else None
+    at = 0
+    for piece in select(pieces(entry.transform, rows, values), wanted):
+        count = piece.stop - piece.start
+        target.data[at : at + count].copy_(source.read(entry.hf[piece.part], (piece.start, piece.stop), columns))
+        at += count
+    target.data[at:].zero_()
+
+
+def check_ties(table: NameTable, source: TensorSource) -> None:
+    """A tied weight may stand on disk too, but only with the values of what it is tied to.
+
+    Raises:
+        ConversionError: config.json says tied and the file says otherwise.
+    """
+    for name, original in table.tied.items():
+        if name in source.tensors and not torch.equal(source.read(name), source.read(original)):
+            raise ConversionError(
+                f"config.json ties {name} to {original}, but the checkpoint holds two different tensors",
+                fix='set "tie_word_embeddings": false in config.json, or remove the tensor',
+            )
+
+
+# Export -------------------------------------------------------------------------------------------------------------
+
+
+def stage_owners(table: NameTable, live: Mapping[str, Tensor], pp: dist.ProcessGroup | None) -> dict[str, int]:
+    """Which pipeline stage holds each megatron-core tensor.
+
+    Collective over ``pp``.
+
+    Raises:
+        ConversionError: a tensor of the table is on no stage or on two, or a stage holds one that is not in the table.
+    """
+    names: list[list[str] | None] = [None] * group_size(pp)
+    if pp is None:
+        names[0] = list(live)
+    else:
+        dist.all_gather_object(names, list(live), group=pp)
+    owners: dict[str, int] = {}
+    problems = _Problems()
+    for stage, held in enumerate(names):
+        for name in held or ():
+            if name in owners:
+                problems.add("on two pipeline stages", name)
+            if name not in table.entries:
+                problems.add("in the model, but not in the family's table", name)
+            owners[name] = stage
+    missing = [name for name, entry in table.entries.items() if entry.exported and name not in owners]
+    problems.add("on no pipeline stage", *missing)
+    problems.check("the model cannot be exported")
+    return owners
+
+
+def iter_hf_weights(
+    chunks: Sequence[nn.Module], family: ModelFamily, cfg: Any, *, groups: ParallelGroups
+) -> Iterator[tuple[str, Tensor]]:
+    """Hugging Face names and whole tensors of a live sharded model, one after the other.
+
+    Collective: every rank of the groups must run it to its end. The first rank of ``groups.tp`` on each pipeline stage
+    yields the weights of its stage; the others yield nothing. Vocabulary padding is cut off, a tied output layer is
+    left out. A tensor may share memory with the model: copy it to keep it.
+
+    Raises:
+        ConversionError: the stages together do not hold exactly the family's weights.
+    """
+    values = values_of((cfg.model, cfg.transformer))
+    table = compile_names(family, values)
+    live = live_tensors(chunks)
+    stage_owners(table, live, groups.pp)
+    for entry in table.entries.values():
+        if entry.exported and entry.mcore in live:
+            yield from _export_entry(entry, live[entry.mcore].detach(), values, groups.tp)
+
+
+def _export_entry(
+    entry: WeightEntry, local: Tensor, values: Mapping[str, Any], tp: dist.ProcessGroup | None
+) -> Iterator[tuple[str, Tensor]]:
+    whole = local if global_shape(entry.shard, local.shape, 2) == list(local.shape) else _gather(entry, local, tp)
+    if whole is None or group_rank(tp) != 0:
+        return
+    if isinstance(entry.shard, Vocab):
+        whole = whole[: values["vocab_size"]]
+    yield from zip(entry.hf, split(entry.transform, whole, values), strict=True)
+
+
+def _gather(entry: WeightEntry, local: Tensor, tp: dist.ProcessGroup | None) -> Tensor | None:
+    """The whole tensor on the first rank of ``tp``, None on the others."""
+    if tp is None or group_size(tp) == 1:
+        return local
+    local = local.contiguous()
+    first = group_rank(tp) == 0
+    parts = [torch.empty_like(local) for _ in range(group_size(tp))] if first else None
+    dist.gather(local, parts, group=tp, group_dst=0)
+    return unshard(entry.shard, parts) if parts is not None else None
+
+
+def exported_tensors(
+    table: NameTable, values: Mapping[str, Any], live: Mapping[str, Sequence[int]], tp_size: int, dtype: torch.dtype
+) -> dict[str, TensorInfo]:
+    """Shapes of what this rank's stage exports, from the shapes of its tensors."""
+    result: dict[str, TensorInfo] = {}
+    for name, entry in table.entries.items():
+        if not entry.exported or name not in live:
+            continue
+        whole = global_shape(entry.shard, live[name], tp_size)
+        if isinstance(entry.shard, Vocab):
+            whole[0] = values["vocab_size"]
+        for hf_name, rows in zip(entry.hf, part_rows(entry.transform, whole[0], values), strict=True):
+            result[hf_name] = TensorInfo((rows, *whole[1:]), dtype)
+    return result
+
+
+def save_hf(
+    chunks: Sequence[nn.Module],
+    family: ModelFamily,
+    cfg: Any,
+    out_dir: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype,
+    groups: ParallelGroups,
+    source: str | os.PathLike[str] | None = None,
+    max_shard_bytes: int = hf_io.DEFAULT_SHARD_BYTES,
+) -> None:
+    """Writes a folder that transformers loads; it appears whole or not at all.
+
+    Collective over all ranks. Each pipeline stage of the first replica writes its own files into a hidden folder beside
+    ``out_dir``; the first rank renames it at the end. A previous export at the same place is replaced.
+
+    Args:
+        dtype: of the weights on disk, also written into config.json.
+        source: the folder the run started from; its tokenizer, chat template, generation settings and token ids go
+            along.
+
+    Raises:
+        CheckpointError: ``out_dir`` is the source, or holds something that is not an earlier export.
+        ConversionError: the model is not what the family's table and config rules can express.
+    """
+    out, origin = Path(out_dir), Path(source) if source is not None else None
+    values = values_of((cfg.model, cfg.transformer))
+    origin_config = hf_io.read_config(origin) if origin is not None else None
+    config = family.values_to_config(values, str(dtype).removeprefix("torch."), origin_config)
+    hf_io.check_destination(out, origin)
+    first = all(group_rank(group) == 0 for group in (groups.tp, groups.pp, groups.dp))
+    if group_rank(groups.dp) == 0:
+        _write_export(chunks, family, cfg, out, dtype, groups, max_shard_bytes, first)
+        if first:
+            staging = hf_io.staging_folder(out)
+            hf_io.write_json(staging / hf_io.CONFIG, config)
+            if origin is not None:
+                hf_io.copy_companions(origin, staging)
+            hf_io.publish(out)
+    _barrier(groups)
+    logger.info("wrote %s weights of %s to %s", config["dtype"], family.name, out)
+
+
+def _write_export(
+    chunks: Sequence[nn.Module],
+    family: ModelFamily,
+    cfg: Any,
+    out: Path,
+    dtype: torch.dtype,
+    groups: ParallelGroups,
+    max_shard_bytes: int,
+    first: bool,
+) -> None:
+    values = values_of((cfg.model, cfg.transformer))
+    table = compile_names(family, values)
+    live = {name: tuple(tensor.shape) for name, tensor in live_tensors(chunks).items()}
+    mine = exported_tensors(table, values, live, group_size(groups.tp), dtype)
+    everywhere: list[dict[str, TensorInfo]] = [mine]
+    if groups.pp is not None:
+        everywhere = [{} for _ in range(group_size(groups.pp))]
+        dist.all_gather_object(everywhere, mine, group=groups.pp)
+    tensors = {name: info for stage in everywhere for name, info in stage.items()}
+    writers = {name: number for number, stage in enumerate(everywhere) for name in stage}
+    plan = hf_io.plan_shards(tensors, writers, max_shard_bytes)
+    staging = hf_io.open_staging(out) if first else hf_io.staging_folder(out)
+    _barrier(ParallelGroups(tp=groups.tp, pp=groups.pp))
+    writer = hf_io.ShardWriter(staging, [shard for owner, shard in plan if owner == group_rank(groups.pp)], tensors)
+    for name, tensor in iter_hf_weights(chunks, family, cfg, groups=groups):
+        writer.write(name, tensor)
+    if group_rank(groups.tp) == 0:
+        writer.finish()
+    if first:
+        hf_io.write_index(staging, [shard for _, shard in plan], tensors)
+    _barrier(ParallelGroups(tp=groups.tp, pp=groups.pp))
+
+
+def _barrier(groups: ParallelGroups) -> None:
+    """All ranks of the grid have come here: passing each axis in turn reaches everyone."""
+    for group in (groups.tp, groups.pp, groups.dp):
+        if group is not None:
+            dist.barrier(group=group)

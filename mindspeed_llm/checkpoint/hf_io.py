@@ -1,0 +1,444 @@
+"""Hugging Face folders: what they hold, parts of their tensors, and writing one that is complete or invisible."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import torch
+from torch import Tensor
+
+from mindspeed_llm.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+CONFIG = "config.json"
+SAFE_SINGLE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
+BIN_SINGLE, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+DEFAULT_SHARD_BYTES = 5 * 10**9
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates",
+)
+"""What an export takes over unchanged from the folder the run started from."""
+
+_DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Shape and dtype of a stored tensor, known without reading it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class TensorSource(Protocol):
+    """Named tensors of which parts can be read."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """What there is, by name."""
+        ...
+
+    def read(self, name: str, rows: tuple[int, int] | None = None, columns: tuple[int, int] | None = None) -> Tensor:
+        """Tensor ``name``, or rows (dim 0) and columns (dim 1) of it."""
+        ...
+
+
+def _cut(source: Any, dims: int, rows: tuple[int, int] | None, columns: tuple[int, int] | None) -> Tensor:
+    row_slice = slice(*rows) if rows else slice(None)
+    if dims < 2 or columns is None:
+        return source[row_slice]
+    return source[row_slice, slice(*columns)]
+
+
+class _SafetensorsSource:
+    def __init__(self, files: Mapping[str, Path], stack: ExitStack) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        handles: dict[Path, Any] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        self._slices: dict[str, Any] = {}
+        for name, path in files.items():
+            try:
+                if path not in handles:
+                    handles[path] = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+                part = handles[path].get_slice(name)
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(
+                    f"{path} cannot be read: {error}", got=name, fix="download the file again"
+                ) from error
+            if part.get_dtype() not in _DTYPES:
+                raise CheckpointError(f"{path}: unknown dtype of {name}", got=part.get_dtype())
+            self.tensors[name] = TensorInfo(tuple(part.get_shape()), _DTYPES[part.get_dtype()])
+            self._slices[name] = part
+
+    def read(self, name: str, rows: tuple[int, int] | None = None, columns: tuple[int, int] | None = None) -> Tensor:
+        return _cut(self._slices[name], len(self.tensors[name].shape), rows, columns)
+
+
+class _PickledSource:
+    """``pytorch_model.bin`` files, read with torch's restricted unpickler only."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        import pickle
+
+        self._loaded: dict[str, Tensor] = {}
+        for path in paths:
+            try:
+                state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
+                raise CheckpointError(
+                    f"{path} cannot be read without running code from it: {str(error).splitlines()[0]}",
+                    fix="save it again with torch 1.6 or newer as plain tensors, or as safetensors",
+                ) from error
+            if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+                raise CheckpointError(f"{path} is not a plain mapping of names to tensors")
+            self._loaded.update(state)
+        self.tensors = {name: TensorInfo(tuple(t.shape), t.dtype) for name, t in self._loaded.items()}
+
+    def read(self, name: str, rows: tuple[int, int] | None = None, columns: tuple[int, int] | None = None) -> Tensor:
+        return _cut(self._loaded[name], self._loaded[name].dim(), rows, columns)
+
+
+def is_hf_folder(folder: str | os.PathLike[str]) -> bool:
+    """Whether ``folder`` is meant as a Hugging Face model (it has a config.json)."""
+    return (Path(folder) / CONFIG).is_file()
+
+
+def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """``config.json`` of a folder.
+
+    Raises:
+        CheckpointError: no folder, no config.json, or not JSON.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise CheckpointError("not a folder", got=root, fix="give the folder that holds config.json and the weights")
+    if not is_hf_folder(root):
+        raise CheckpointError(f"{root} has no {CONFIG}", fix="give a folder written by save_pretrained")
+    return _read_json(root / CONFIG)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is no JSON object")
+    return content
+
+
+def open_tensors(folder: str | os.PathLike[str], stack: ExitStack) -> TensorSource:
+    """The weights of a folder; files stay open as long as ``stack``.
+
+    One safetensors file, shards with an index, or ``pytorch_model.bin`` in the same two forms.
+
+    Raises:
+        CheckpointError: no weights, a shard that is missing or broken, an index that names what is not there.
+    """
+    root = Path(folder)
+    if (root / SAFE_INDEX).is_file():
+        files = _indexed(root, SAFE_INDEX)
+        source: TensorSource = _SafetensorsSource(files, stack)
+    elif (root / SAFE_SINGLE).is_file():
+        source = _SafetensorsSource(_names_in(root / SAFE_SINGLE), stack)
+    elif (root / BIN_INDEX).is_file():
+        files = _indexed(root, BIN_INDEX)
+        source = _PickledSource(sorted(set(files.values())))
+        _same_names(root / BIN_INDEX, files, source.tensors)
+    elif (root / BIN_SINGLE).is_file():
+        source = _PickledSource([root / BIN_SINGLE])
+    else:
+        raise CheckpointError(
+            f"{root} has no weights", allowed=", ".join((SAFE_SINGLE, SAFE_INDEX, BIN_SINGLE, BIN_INDEX))
+        )
+    return source
+
+
+def _names_in(path: Path) -> dict[str, Path]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt", device="cpu") as handle:
+            return dict.fromkeys(handle.keys(), path)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}", fix="download the file again") from error
+
+
+def _indexed(root: Path, index_name: str) -> dict[str, Path]:
+    """Tensor name -> file, after proving that the files hold exactly what the index says."""
+    weight_map = _read_json(root / index_name).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{root / index_name} has no weight_map")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise CheckpointError(f"{root / index_name}: not a file name beside the index", got=f"{name}: {shard}")
+    missing = sorted({shard for shard in weight_map.values() if not (root / shard).is_file()})
+    if missing:
+        raise CheckpointError(f"{root} lacks shards that {index_name} names", got=", ".join(missing))
+    files = {name: root / shard for name, shard in weight_map.items()}
+    if index_name == SAFE_INDEX:
+        stored: dict[str, Path] = {}
+        for shard in sorted(set(files.values())):
+            stored.update(_names_in(shard))
+        _same_names(root / index_name, files, stored)
+    return files
+
+
+def _same_names(index: Path, named: Iterable[str], stored: Iterable[str]) -> None:
+    named, stored = set(named), set(stored)
+    problems = [
+        f"{label}: {', '.join(sorted(names)[:5])} ({len(names)} in all)"
+        for label, names in (("named, but in no shard", named - stored), ("in a shard, but not named", stored - named))
+        if names
+    ]
+    if problems:
+        raise CheckpointError(f"{index} does not fit its shards", got="; ".join(problems), fix="download them again")
+
+
+# Writing ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """One file to write: its name and the tensors in it, in order."""
+
+    file: str
+    tensors: tuple[str, ...]
+
+
+def plan_shards(
+    tensors: Mapping[str, TensorInfo], writers: Mapping[str, int], max_bytes: int = DEFAULT_SHARD_BYTES
+) -> list[tuple[int, ShardPlan]]:
+    """Files for ``tensors`` (in this order), each written by one writer and no longer than ``max_bytes`` where it can.
+
+    Every writer computes the same plan, so nobody has to rename or wait.
+
+    Args:
+        writers: the writer (pipeline stage) of each tensor.
+
+    Returns:
+        (writer, file) pairs, numbered in order; a single file is called ``model.safetensors``.
+    """
+    groups: list[tuple[int, list[str]]] = []
+    filled: dict[int, int] = {}
+    current: dict[int, list[str]] = {}
+    for name, info in tensors.items():
+        writer, size = writers[name], _nbytes(info)
+        if writer not in current or filled[writer] + size > max_bytes:
+            current[writer], filled[writer] = [], 0
+            groups.append((writer, current[writer]))
+        current[writer].append(name)
+        filled[writer] += size
+    if len(groups) == 1:
+        return [(groups[0][0], ShardPlan(SAFE_SINGLE, tuple(groups[0][1])))]
+    return [
+        (writer, ShardPlan(f"model-{number:05d}-of-{len(groups):05d}.safetensors", tuple(names)))
+        for number, (writer, names) in enumerate(groups, start=1)
+    ]
+
+
+def _nbytes(info: TensorInfo) -> int:
+    return torch.Size(info.shape).numel() * info.dtype.itemsize
+
+
+class ShardWriter:
+    """Writes safetensors files tensor by tensor: nothing but the current tensor is in memory.
+
+    ``write`` wants the tensors in the order of the plan.
+    """
+
+    def __init__(self, folder: Path, plans: Sequence[ShardPlan], tensors: Mapping[str, TensorInfo]) -> None:
+        self._folder = folder
+        self._tensors = tensors
+        self._todo = [(plan, name) for plan in plans for name in plan.tensors]
+        self._at = 0
+        self._open: tuple[ShardPlan, BinaryIO] | None = None
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Appends ``tensor``, cast to the planned dtype."""
+        plan, expected = self._todo[self._at]
+        info = self._tensors[name]
+        if name != expected or tuple(tensor.shape) != info.shape:
+            raise CheckpointError(
+                f"tensor out of plan: {name} {tuple(tensor.shape)}", allowed=f"{expected} {info.shape}"
+            )
+        if self._open is None or self._open[0] is not plan:
+            self.close()
+            self._open = (plan, (self._folder / plan.file).open("wb"))
+            self._open[1].write(self._header(plan))
+        flat = tensor.detach().to(device="cpu", dtype=info.dtype).contiguous().reshape(-1)
+        self._open[1].write(flat.view(torch.uint8).numpy().data)
+        self._at += 1
+
+    def close(self) -> None:
+        """Brings the current file to disk."""
+        if self._open is not None:
+            _sync_file(self._open[1])
+            self._open[1].close()
+            self._open = None
+
+    def finish(self) -> None:
+        """Closes, and proves that everything planned was written.
+
+        Raises:
+            CheckpointError: tensors are missing.
+        """
+        self.close()
+        if self._at != len(self._todo):
+            missing = [name for _, name in self._todo[self._at :]]
+            raise CheckpointError("not every planned tensor was written", got=f"{len(missing)}, e.g. {missing[0]}")
+
+    def _header(self, plan: ShardPlan) -> bytes:
+        """Length, JSON padded to 8 bytes, then the data: https://github.com/huggingface/safetensors#format."""
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        for name in plan.tensors:
+            info = self._tensors[name]
+            end = at + _nbytes(info)
+            header[name] = {"dtype": _CODES[info.dtype], "shape": list(info.shape), "data_offsets": [at, end]}
+            at = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return struct.pack("<Q", len(text)) + text
+
+
+def write_index(folder: Path, plans: Sequence[ShardPlan], tensors: Mapping[str, TensorInfo]) -> None:
+    """``model.safetensors.index.json``, when there is more than one file."""
+    if len(plans) > 1:
+        weight_map = {name: plan.file for plan in plans for name in plan.tensors}
+        total = sum(_nbytes(info) for info in tensors.values())
+        parameters = sum(torch.Size(info.shape).numel() for info in tensors.values())
+        index = {"metadata": {"total_parameters": parameters, "total_size": total}, "weight_map": weight_map}
+        write_json(folder / SAFE_INDEX, index)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """JSON as save_pretrained lays it out, on disk when this returns."""
+    with path.open("wb") as file:
+        file.write((json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
+        _sync_file(file)
+
+
+def copy_companions(source: Path, folder: Path) -> None:
+    """Tokenizer, chat template and generation settings of ``source``, as they are."""
+    for name in COMPANIONS:
+        if (source / name).is_dir():
+            shutil.copytree(source / name, folder / name)
+        elif (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+        for path in _files_of(folder / name):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+
+def _files_of(path: Path) -> Iterator[Path]:
+    if path.is_dir():
+        yield from (entry for entry in path.rglob("*") if entry.is_file())
+    elif path.is_file():
+        yield path
+
+
+EXPORT_MARK = ".mindspeed_llm_export"
+"""Stands in every folder that we wrote, so that a later export may replace it and nothing else."""
+
+
+def staging_folder(out_dir: Path) -> Path:
+    """Where an export is put together: beside its place, so that one rename makes it visible."""
+    return out_dir.parent / f".{out_dir.name}.incomplete"
+
+
+def check_destination(out_dir: Path, source: Path | None) -> None:
+    """Refuses a place whose content an export would destroy.
+
+    Raises:
+        CheckpointError: it is the input folder (or holds it, or lies in it), a file, or a folder of someone else.
+    """
+    if source is not None:
+        inside, outside = out_dir.resolve(), source.resolve()
+        if inside == outside or inside in outside.parents or outside in inside.parents:
+            raise CheckpointError("the export would overwrite its input", got=out_dir, fix="give another folder")
+    if not out_dir.exists():
+        return
+    if not out_dir.is_dir():
+        raise CheckpointError("the place to export to is a file", got=out_dir, fix="give a folder")
+    if any(out_dir.iterdir()) and not (out_dir / EXPORT_MARK).is_file():
+        raise CheckpointError(
+            "the folder to export to holds files that are not an earlier export of this suite",
+            got=out_dir,
+            fix="empty it, or give another folder",
+        )
+
+
+def open_staging(out_dir: Path) -> Path:
+    """A fresh staging folder; what a crashed export left in it is removed."""
+    staging = staging_folder(out_dir)
+    if staging.exists():
+        logger.warning("removing what an interrupted export left: %s", staging)
+        shutil.rmtree(staging)
+    staging.mkdir(parents=True)
+    return staging
+
+
+def publish(out_dir: Path) -> None:
+    """Makes the staged export visible in one rename. An earlier export stays until then."""
+    staging = staging_folder(out_dir)
+    write_json(staging / EXPORT_MARK, {"format": 1})
+    _sync_folder(staging)
+    retired = out_dir.parent / f".{out_dir.name}.replaced"
+    if retired.exists():
+        shutil.rmtree(retired)
+    if out_dir.exists():
+        out_dir.rename(retired)
+    staging.rename(out_dir)
+    _sync_folder(out_dir.parent)
+    if retired.exists():
+        shutil.rmtree(retired)
+
+
+def _sync_file(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

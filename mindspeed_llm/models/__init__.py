@@ -1,0 +1,1 @@
+"""Model families: one declarative, torch-free file each; ``registry`` finds the one for a Hugging Face config."""

@@ -1,0 +1,62 @@
+"""Finds the family of a Hugging Face config. Families are the files of this package, and entry points of others."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Any
+
+import mindspeed_llm.models as package
+from mindspeed_llm.errors import ConversionError
+from mindspeed_llm.models.family import ModelFamily
+
+ENTRY_POINT_GROUP = "mindspeed_llm.families"
+_NOT_FAMILIES = frozenset({"family", "blocks", "registry"})
+
+
+@functools.cache
+def families() -> Mapping[str, ModelFamily]:
+    """Every family by name: one per file here, then other packages' (entry points ``mindspeed_llm.families``)."""
+    found: list[ModelFamily] = []
+    for module in pkgutil.iter_modules(package.__path__):
+        if module.name not in _NOT_FAMILIES:
+            found.append(importlib.import_module(f"{package.__name__}.{module.name}").FAMILY)
+    found.extend(point.load() for point in entry_points(group=ENTRY_POINT_GROUP))
+    result: dict[str, ModelFamily] = {}
+    for family in found:
+        if family.name in result:
+            raise ConversionError(f"two model families are called {family.name!r}", fix="uninstall one of the packages")
+        result[family.name] = family
+    return result
+
+
+def family_by_name(name: str) -> ModelFamily:
+    """Raises ConversionError with the list of names."""
+    try:
+        return families()[name]
+    except KeyError:
+        raise ConversionError("unknown model family", got=name, allowed=", ".join(sorted(families()))) from None
+
+
+def family_for(hf_config: Mapping[str, Any]) -> ModelFamily:
+    """The family whose weights ``config.json`` announces: by ``architectures``, else by ``model_type``.
+
+    Raises:
+        ConversionError: no family has it; the message lists those there are.
+    """
+    architectures = hf_config.get("architectures") or []
+    model_type = hf_config.get("model_type")
+    for family in families().values():
+        if any(name in family.hf_architectures for name in architectures):
+            return family
+        if not architectures and model_type == family.hf_model_type:
+            return family
+    known = (f"{name} ({', '.join(family.hf_architectures)})" for name, family in sorted(families().items()))
+    raise ConversionError(
+        "no model family for this config.json",
+        got=", ".join(architectures) or f"model_type {model_type}",
+        allowed="; ".join(known),
+    )
