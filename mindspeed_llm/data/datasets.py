@@ -1,0 +1,379 @@
+"""Training, validation and test datasets: megatron-core's, built from the configuration, checked before they are built.
+
+Sample ``i`` is what megatron-core's ``GPTDataset`` gives. Checks come first and run on every rank, because an error
+on one rank between megatron-core's barriers leaves the others waiting.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.utils import Split
+
+import mindspeed_llm.core  # noqa: F401 - the device seam comes before megatron.core
+from mindspeed_llm.config.data import DataConfig
+from mindspeed_llm.config.run import RunConfig
+from mindspeed_llm.data.indexed import IndexSummary, bin_path, idx_path, read_index
+from mindspeed_llm.data.indices import Epochs, Indices, build_indices, load_indices, save_indices
+from mindspeed_llm.data.manifest import check_tokenizer
+from mindspeed_llm.data.tokenizer import NULL_TYPE, Tokenizer, build_tokenizer
+from mindspeed_llm.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_SPLIT = "969,30,1"
+_NO_PAD = -1
+"""An id that no text holds: megatron-core masks the loss of positions with the padding id."""
+
+Blend = tuple[list[str], list[float] | None]
+Datasets = tuple[Any | None, Any | None, Any | None]
+
+
+@dataclass(frozen=True)
+class _DatasetTokenizer:
+    """What megatron-core's datasets ask a tokenizer for.
+
+    Attributes:
+        pad: padding id, or -1 where the tokenizer has none of its own. Many reuse their EOS, and masking every EOS
+            out of the loss is not what anyone asked for.
+    """
+
+    vocab_size: int
+    eod: int
+    pad: int
+    unique_identifiers: OrderedDict[str, str]
+
+
+@dataclass
+class PretrainDatasetConfig(GPTDatasetConfig):
+    """GPTDatasetConfig with what our indices need.
+
+    Attributes:
+        fingerprints: prefix -> identity of its content, so that a cached index of other data is never taken for ours.
+        shuffle: whether documents and samples are shuffled.
+        index_cache: folder for the arrays of samples; None means beside the data, and not at all where that is
+            read-only.
+    """
+
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    shuffle: bool = True
+    index_cache: str | None = None
+
+
+class PretrainDataset(GPTDataset):
+    """megatron-core's GPTDataset with our indices (``data.indices``): same samples, safer cache, also unshuffled."""
+
+    config: PretrainDatasetConfig
+
+    @staticmethod
+    def _key_config_attributes() -> list[str]:
+        return [*GPTDataset._key_config_attributes(), "fingerprints", "shuffle"]
+
+    def _build_document_sample_shuffle_indices(self) -> Indices:
+        explicit = self.config.index_cache
+        folder = Path(explicit) if explicit else Path(self.dataset.path_prefix, "cache", "indices")
+        name = f"{self.unique_description_hash}-{self.index_split.name}"
+        cached = load_indices(folder, name)
+        if cached is not None:
+            return cached
+        lengths = self.dataset.sequence_lengths
+        indices = build_indices(
+            lengths,
+            self.indices,
+            Epochs.covering(self._get_num_tokens_per_epoch(), self.config.sequence_length, self.num_samples),
+            self.config.random_seed if self.config.shuffle else None,
+        )
+        try:
+            save_indices(folder, name, indices)
+        except OSError as error:
+            if explicit:
+                raise DataError(
+                    "The folder for indices cannot be written to.", got=f"{folder}: {error}", fix="--data-cache-path"
+                ) from error
+            logger.warning("%s cannot be written to: the indices of the data are built anew in each run", folder)
+            return indices
+        return load_indices(folder, name) or indices
+
+
+def tokenizer_of(cfg: RunConfig) -> Tokenizer:
+    """The tokenizer of a run; with mock data and none named, ids without text.
+
+    Raises:
+        DataError: when it is missing or cannot be read.
+    """
+    kind = cfg.tokenizer.tokenizer_type
+    if kind is None:
+        kind = NULL_TYPE if cfg.tokenizer.tokenizer_name_or_path is None else "PretrainedFromHF"
+    return build_tokenizer(kind, cfg.tokenizer.tokenizer_name_or_path, cfg.model.vocab_size)
+
+
+def split_sizes(cfg: RunConfig) -> tuple[int, int, int]:
+    """Samples that training, validation and testing will read, as Megatron-LM counts them."""
+    training = cfg.training
+    global_batch_size = training.global_batch_size or 0
+    train = training.train_samples or (training.train_iters or 0) * global_batch_size
+    steps = training.train_iters or (train // global_batch_size if global_batch_size else 0)
+    evaluations = steps // training.eval_interval + 1 if training.eval_interval else 1
+    held_out = training.eval_iters * global_batch_size
+    return train, evaluations * held_out, held_out
+
+
+def rank_needs_data(cfg: RunConfig) -> bool:
+    """Whether this rank reads samples: tensor-parallel rank 0 of a stage that uses tokens or labels.
+
+    With ``--reset-attention-mask`` every stage does: where documents end decides what each layer may attend to.
+    """
+    if parallel_state.get_tensor_model_parallel_rank() != 0:
+        return False
+    return stage_needs_batch(cfg)
+
+
+def stage_needs_batch(cfg: RunConfig, vp_stage: int | None = None) -> bool:
+    """Whether a pipeline stage uses a batch.
+
+    Args:
+        cfg: the run.
+        vp_stage: the model chunk of this rank; None means any of them.
+    """
+    if cfg.data.reset_attention_mask:
+        return True
+    virtual = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+    return parallel_state.is_pipeline_first_stage(**virtual) or parallel_state.is_pipeline_last_stage(**virtual)
+
+
+def build_datasets(
+    cfg: RunConfig,
+    tokenizer: Tokenizer,
+    sizes: Sequence[int],
+    *,
+    is_built_on_rank: Callable[[], bool] = lambda: True,
+    shuffle: bool = True,
+) -> Datasets:
+    """Build the three datasets. With torch.distributed initialised, all ranks must call this together.
+
+    Args:
+        cfg: the run.
+        tokenizer: the one that the data was made with.
+        sizes: samples wanted of each, see :func:`split_sizes`; 0 builds none.
+        is_built_on_rank: true on ranks that read samples, and on global rank 0, which writes the indices.
+        shuffle: whether documents and samples are shuffled; without, they keep the order of the file.
+
+    Returns:
+        Training, validation and test dataset; None where none is wanted or this rank reads no samples.
+
+    Raises:
+        DataError: files are missing, damaged, too short for one sample, or made with another tokenizer.
+    """
+    source = _dataset_arguments(cfg.data)
+    config = PretrainDatasetConfig(
+        random_seed=cfg.training.seed,
+        sequence_length=_sequence_length(cfg),
+        num_dataset_builder_threads=cfg.data.num_dataset_builder_threads,
+        path_to_cache=_blend_cache(cfg.data),
+        index_cache=cfg.data.data_cache_path,
+        shuffle=shuffle,
+        mmap_bin_files=cfg.data.mmap_bin_files,
+        tokenizer=_dataset_tokenizer(tokenizer),  # pyright: ignore[reportArgumentType] - duck typed upstream
+        reset_position_ids=cfg.data.reset_position_ids,
+        reset_attention_mask=cfg.data.reset_attention_mask,
+        eod_mask_loss=cfg.data.eod_mask_loss,
+        # The mask follows from the tokens: data.batches makes it where they are used, at 1/seq_length of the traffic.
+        create_attention_mask=False,
+        **source,
+    )
+    _drop_unwanted_splits(config, sizes)
+    if not config.mock:
+        config.fingerprints = _check_sources(config, tokenizer, sizes)
+    kind = MockGPTDataset if config.mock else PretrainDataset
+    train, valid, test = BlendedMegatronDatasetBuilder(kind, list(sizes), is_built_on_rank, config).build()
+    return train, valid, test
+
+
+def _blend_cache(data: DataConfig) -> str | None:
+    """Where megatron-core may cache the order of a blend: rank 0 writes it, all ranks must see it."""
+    if data.no_shared_storage or not torch.distributed.is_initialized():
+        return None
+    return data.data_cache_path
+
+
+def _sequence_length(cfg: RunConfig) -> int:
+    if cfg.training.seq_length is None:
+        raise DataError("The length of a sequence is not given.", fix="--seq-length")
+    return cfg.training.seq_length
+
+
+def _dataset_tokenizer(tokenizer: Tokenizer) -> _DatasetTokenizer:
+    others = {number for role, number in tokenizer.special_ids.items() if role != "pad_token"}
+    pad = tokenizer.pad
+    return _DatasetTokenizer(
+        vocab_size=tokenizer.vocab_size,
+        eod=tokenizer.eod,
+        pad=_NO_PAD if pad is None or pad in others else pad,
+        unique_identifiers=tokenizer.unique_identifiers,
+    )
+
+
+def _dataset_arguments(data: DataConfig) -> dict[str, Any]:
+    """The fields of GPTDatasetConfig that say which data is read for what."""
+    joint = _blend(data.data_path, "--data-path")
+    per_split = [
+        _blend(data.train_data_path, "--train-data-path"),
+        _blend(data.valid_data_path, "--valid-data-path"),
+        _blend(data.test_data_path, "--test-data-path"),
+    ]
+    if data.data_args_path is not None:
+        joint = _blend(_read_text(data.data_args_path).split(), "--data-args-path")
+    if data.per_split_data_args_path is not None:
+        per_split = _per_split_from_file(data.per_split_data_args_path)
+    given = [joint is not None, any(blend is not None for blend in per_split), data.mock_data]
+    if sum(given) != 1:
+        raise DataError(
+            "Training data must come from one place.",
+            got=["nothing", "one", "several"][min(sum(given), 2)],
+            allowed="--data-path, or --train/valid/test-data-path, or --mock-data",
+        )
+    if joint is not None:
+        return {"blend": joint, "split": data.split or DEFAULT_SPLIT}
+    if data.mock_data:
+        return {}
+    return {"blend_per_split": per_split}
+
+
+def _per_split_from_file(path: str) -> list[Blend | None]:
+    try:
+        content = json.loads(_read_text(path))
+    except ValueError as error:
+        raise DataError(
+            "The file is not valid JSON.", got=f"{path}: {error}", fix="--per-split-data-args-path"
+        ) from error
+    return [_blend(content.get(name), f"{path}: {name}") for name in ("train", "valid", "test")]
+
+
+def _read_text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError("A file of data paths cannot be read.", got=f"{path}: {error.strerror}") from error
+
+
+def _blend(words: Sequence[str] | None, flag: str) -> Blend | None:
+    """Read ``[prefix ...]`` or ``[weight prefix ...]`` as Megatron does, except that a mixture is an error.
+
+    A list of even length whose words at even places are all numbers is weighted.
+    """
+    if not words:
+        return None
+    weights = [_number(word) for word in words[::2]] if len(words) % 2 == 0 else [None]
+    if all(weight is None for weight in weights):
+        return [_prefix(word) for word in words], None
+    known = [weight for weight in weights if weight is not None]
+    if len(known) < len(weights) or min(known) <= 0:
+        raise DataError(
+            "Weights and paths must alternate, and weights be above 0.",
+            got=f"{flag} {' '.join(words)}",
+            allowed="PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ...",
+        )
+    return [_prefix(word) for word in words[1::2]], known
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def _prefix(word: str) -> str:
+    return word.strip().removesuffix(".bin").removesuffix(".idx")
+
+
+def _drop_unwanted_splits(config: PretrainDatasetConfig, sizes: Sequence[int]) -> None:
+    """Build nothing where nothing is read: megatron-core would look for ever for an epoch of an empty split."""
+    for split in Split:
+        if sizes[split.value] == 0:
+            if config.split_matrix is not None:
+                config.split_matrix[split.value] = None  # pyright: ignore[reportArgumentType] - Optional upstream too
+            if config.blend_per_split is not None:
+                config.blend_per_split[split.value] = None
+
+
+def _check_sources(config: PretrainDatasetConfig, tokenizer: Tokenizer, sizes: Sequence[int]) -> dict[str, str]:
+    """Check every dataset that will be read.
+
+    Returns:
+        prefix -> identity of its content.
+    """
+    fingerprints: dict[str, str] = {}
+    for split in Split:
+        if sizes[split.value] == 0:
+            continue
+        if config.blend_per_split is not None:
+            blend, part = config.blend_per_split[split.value], (0.0, 1.0)
+        else:
+            blend, part = config.blend, (config.split_matrix or [None] * len(Split))[split.value]
+        if blend is None or part is None:
+            raise DataError(
+                f"There is no data for {_SPLIT_NAMES[split]}.",
+                got=f"--split {config.split}" if config.blend else "no path",
+                allowed=f"data for {sizes[split.value]} samples",
+                fix=_SPLIT_FIXES[split],
+            )
+        for prefix in blend[0]:
+            summary = read_index(prefix)
+            if prefix not in fingerprints:
+                check_tokenizer(prefix, tokenizer)
+                fingerprints[prefix] = _fingerprint(prefix)
+            _check_length(summary, part, config, split)
+    return fingerprints
+
+
+_SPLIT_NAMES = {Split.train: "training", Split.valid: "validation", Split.test: "testing"}
+_SPLIT_FIXES = {
+    Split.train: "--split with a share for training, or --train-data-path",
+    Split.valid: "--split with a share for validation, --valid-data-path, or --eval-iters 0",
+    Split.test: "--split with a share for testing, --test-data-path, or --eval-iters 0",
+}
+
+
+def _check_length(
+    summary: IndexSummary, part: tuple[float, float], config: PretrainDatasetConfig, split: Split
+) -> None:
+    """One epoch of a split must hold at least one sample, which is one token longer than a sequence."""
+    documents = len(summary.lengths)
+    first, last = (round(edge * float(documents)) for edge in part)
+    needed = config.sequence_length + 1
+    if last - first >= needed:
+        return  # no document is empty, so this many documents are at least as many tokens
+    tokens = int(np.sum(summary.lengths[first:last], dtype=np.int64))
+    if tokens < needed:
+        raise DataError(
+            f"The data for {_SPLIT_NAMES[split]} is shorter than one sample.",
+            got=f"{summary.prefix}: {last - first} of {documents} documents, {tokens} tokens",
+            allowed=f"at least {needed} tokens: a sequence of {config.sequence_length} and the token after it",
+            fix=f"more text, a smaller --seq-length, or {_SPLIT_FIXES[split]}",
+        )
+
+
+def _fingerprint(prefix: str) -> str:
+    """Identity of a dataset that is cheap at any size and equal on every node: sizes and both ends of both files."""
+    digest = hashlib.sha256()
+    for path in (idx_path(prefix), bin_path(prefix)):
+        size = path.stat().st_size
+        digest.update(str(size).encode())
+        with open(path, "rb") as stream:
+            digest.update(stream.read(1 << 16))
+            stream.seek(max(0, size - (1 << 16)))
+            digest.update(stream.read())
+    return digest.hexdigest()

@@ -1,0 +1,210 @@
+"""Megatron's indexed dataset files: a ``.bin`` of token ids and an ``.idx`` that says where each sequence lies.
+
+Format (``megatron/core/datasets/indexed_dataset.py``): magic, version (``<Q``), dtype code (``<B``), sequence count and
+document boundary count (``<Q`` each), lengths (int32), byte offsets (int64), boundaries (int64). megatron-core's own
+builder writes the same bytes but imports torch; a test compares the two.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import numpy as np
+
+from mindspeed_llm.errors import DataError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER_BYTES = len(MAGIC) + 8 + 1 + 8 + 8
+DTYPE_CODES: dict[int, np.dtype] = {
+    1: np.dtype(np.uint8),
+    2: np.dtype(np.int8),
+    3: np.dtype(np.int16),
+    4: np.dtype(np.int32),
+    5: np.dtype(np.int64),
+    6: np.dtype(np.float64),
+    7: np.dtype(np.float32),
+    8: np.dtype(np.uint16),
+}
+_CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_CODES.items()}
+_UINT16_VOCAB_LIMIT = 65500
+"""Below this vocabulary size Megatron stores ids as uint16."""
+_PARTIAL = ".partial"
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The dtype in which Megatron stores the ids of a vocabulary of ``vocab_size`` tokens."""
+    return np.dtype(np.uint16 if vocab_size < _UINT16_VOCAB_LIMIT else np.int32)
+
+
+def bin_path(prefix: str | Path) -> Path:
+    """``<prefix>.bin``."""
+    return Path(f"{prefix}.bin")
+
+
+def idx_path(prefix: str | Path) -> Path:
+    """``<prefix>.idx``."""
+    return Path(f"{prefix}.idx")
+
+
+class IndexedWriter:
+    """Writes one dataset of one-sequence documents, complete or not at all.
+
+    The data goes to ``*.partial`` files; :meth:`commit` renames them, the index last, because a dataset without an
+    index is one that readers refuse. Leaving the ``with`` block without a commit removes everything.
+
+    Args:
+        prefix: path without suffix.
+        dtype: what ids are stored as, see :func:`token_dtype`.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
+        self.prefix = Path(prefix)
+        self.dtype = dtype
+        self._lengths = array("i")
+        self._tokens = 0
+        self._partial_bin = Path(f"{prefix}.bin{_PARTIAL}")
+        self._partial_idx = Path(f"{prefix}.idx{_PARTIAL}")
+        self._stream = open(self._partial_bin, "wb")  # noqa: SIM115 - closed by commit or __exit__
+
+    @property
+    def documents(self) -> int:
+        """Documents added so far."""
+        return len(self._lengths)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens added so far."""
+        return self._tokens
+
+    def add_documents(self, ids: bytes, lengths: bytes) -> None:
+        """Append documents.
+
+        Args:
+            ids: the ids of all of them, end to end, as bytes of ``dtype``.
+            lengths: the tokens in each, as bytes of int32.
+        """
+        first = len(self._lengths)
+        self._stream.write(ids)
+        self._lengths.frombytes(lengths)
+        added = sum(self._lengths[first:])
+        if added * self.dtype.itemsize != len(ids):
+            raise ValueError(f"{len(ids)} bytes of ids, but lengths add up to {added} tokens of {self.dtype}")
+        self._tokens += added
+
+    def commit(self) -> None:
+        """Make the dataset visible under its final names."""
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self._stream.close()
+        with open(self._partial_idx, "wb") as stream:
+            self._write_index(stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        idx_path(self.prefix).unlink(missing_ok=True)
+        self._partial_bin.replace(bin_path(self.prefix))
+        self._partial_idx.replace(idx_path(self.prefix))
+
+    def _write_index(self, stream: BinaryIO) -> None:
+        lengths = np.frombuffer(self._lengths, dtype=np.int32)
+        count = len(lengths)
+        stream.write(MAGIC)
+        stream.write(struct.pack("<QB", VERSION, _CODE_OF_DTYPE[self.dtype]))
+        stream.write(struct.pack("<QQ", count, count + 1))
+        lengths.tofile(stream)
+        offsets = np.zeros(count, dtype=np.int64)
+        np.cumsum(lengths[:-1], dtype=np.int64, out=offsets[1:])
+        offsets *= self.dtype.itemsize
+        offsets.tofile(stream)
+        np.arange(count + 1, dtype=np.int64).tofile(stream)
+
+    def __enter__(self) -> IndexedWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stream.close()
+        self._partial_bin.unlink(missing_ok=True)
+        self._partial_idx.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class IndexSummary:
+    """What the index of a dataset says, without its tokens.
+
+    Attributes:
+        prefix: path without suffix.
+        dtype: what ids are stored as.
+        lengths: ``[sequences]`` int32, memory mapped: tokens in each sequence.
+        bin_bytes: size of the ``.bin``.
+    """
+
+    prefix: str
+    dtype: np.dtype
+    lengths: np.ndarray
+    bin_bytes: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the dataset."""
+        return self.bin_bytes // self.dtype.itemsize
+
+
+def read_index(prefix: str) -> IndexSummary:
+    """Read and check the header of ``<prefix>.idx`` against the size of ``<prefix>.bin``.
+
+    Raises:
+        DataError: when a file is missing, is not an indexed dataset, or the two do not belong together.
+    """
+    index, data = idx_path(prefix), bin_path(prefix)
+    for path in (index, data):
+        if not path.is_file():
+            raise DataError(
+                "The indexed dataset is incomplete.", got=f"{path} does not exist", fix=_missing_fix(prefix)
+            )
+    with open(index, "rb") as stream:
+        header = stream.read(HEADER_BYTES)
+    if len(header) < HEADER_BYTES or not header.startswith(MAGIC):
+        raise DataError("The file is not an index of Megatron's format.", got=index, fix="prepare the data again")
+    _, code, count, boundaries = struct.unpack("<QBQQ", header[len(MAGIC) :])
+    expected = HEADER_BYTES + count * (4 + 8) + boundaries * 8
+    if code not in DTYPE_CODES or index.stat().st_size < expected:
+        raise DataError(
+            "The index is damaged.",
+            got=f"{index}: {index.stat().st_size} bytes, dtype code {code}",
+            allowed=f"at least {expected} bytes, dtype code 1 to {max(DTYPE_CODES)}",
+            fix="prepare the data again",
+        )
+    dtype = DTYPE_CODES[code]
+    if count == 0:
+        lengths = np.zeros(0, dtype=np.int32)
+        end = 0
+    else:
+        lengths = np.memmap(index, dtype=np.int32, mode="r", offset=HEADER_BYTES, shape=(count,))
+        last_offset = np.memmap(index, dtype=np.int64, mode="r", offset=HEADER_BYTES + count * 4, shape=(count,))[-1]
+        end = int(last_offset) + int(lengths[-1]) * dtype.itemsize
+    if data.stat().st_size != end:
+        raise DataError(
+            "The .bin and the .idx do not belong together.",
+            got=f"{data}: {data.stat().st_size} bytes",
+            allowed=f"{end} bytes, as {index.name} says",
+            fix="prepare the data again",
+        )
+    return IndexSummary(prefix, dtype, lengths, end)
+
+
+def _missing_fix(prefix: str) -> str:
+    """Names beside ``prefix`` that the caller may have meant."""
+    path = Path(prefix)
+    if path.parent.is_dir():
+        near = sorted(str(found.with_suffix("")) for found in path.parent.glob(f"{path.name}*_document.idx"))
+        if near:
+            return f"give the prefix with its key, for instance {near[0]}"
+    return "give the path without .bin or .idx, as preprocess_data.py printed it"
