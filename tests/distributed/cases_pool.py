@@ -56,12 +56,25 @@ def leak_group() -> None:
 
 def close_group() -> None:
     group = dist.new_group(list(range(dist.get_world_size())), group_desc="remembered")
+    assert isinstance(group, dist.ProcessGroup), "this rank is in the group"
     dist.destroy_process_group(group)
 
 
 def leak_attribute(rank: int) -> None:
     if dist.get_rank() == rank:
         torch.cuda.is_available = lambda: True
+
+
+def leave_a_patch() -> None:
+    from mindspeed_llm.patching import Patch, apply
+
+    def name(original: object) -> object:
+        return lambda: "not Megatron's"
+
+    apply([Patch(target=PATCHED, kind="wrap", new=name, why="a test", remove_when="the test ends")])
+
+
+PATCHED = "megatron.core.parallel_state:get_all_ranks"
 
 
 def leave_megatron_initialised() -> int:

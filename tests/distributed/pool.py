@@ -6,9 +6,9 @@ runs ``function(layers=2)`` in four living processes, each with its ``RANK``, a 
 and one thread, and returns the four results in the order of ranks. Results travel by pickle, tensors too.
 
 Afterwards each rank destroys its groups and megatron-core's globals, and proves that nothing else was left behind
-(other process groups, changed attributes of ``torch``, applied patches); a leak fails the case that made it. When a rank
-raises, the others get :data:`GRACE` seconds. At the deadline the ranks that are late are named and every rank's Python
-stack is printed. After any failure the ranks are killed and forked anew, which costs milliseconds.
+(other process groups, changed attributes of ``torch``, applied patches); a leak fails the case that made it. When a
+rank raises, the others get :data:`GRACE` seconds. At the deadline the ranks that are late are named and every rank's
+Python stack is printed. After any failure the ranks are killed and forked anew, which costs milliseconds.
 """
 
 from __future__ import annotations

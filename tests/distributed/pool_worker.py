@@ -60,7 +60,7 @@ class Case:
 class Outcome:
     """What one rank sends back: a result, or the reasons why there is none."""
 
-    result: bytes | None = None
+    result: bytes = b""
     failures: list[str] = field(default_factory=list)
 
 
@@ -162,9 +162,7 @@ def run_case(case: Case) -> Outcome:
     try:
         world.open()
         module, _, name = case.target.partition(":")
-        function = importlib.import_module(module)
-        for part in name.split("."):
-            function = getattr(function, part)
+        function = getattr(importlib.import_module(module), name)
         outcome.result = pickle.dumps(function(**case.kwargs), protocol=pickle.HIGHEST_PROTOCOL)
     except BaseException:
         # Every way of failing, SystemExit included, has to reach the test that asked.
@@ -188,9 +186,10 @@ class _World:
         self.case = case
         self.environment = dict(os.environ)
         self.folder = os.getcwd()
-        self.modules = {module.__name__: (module, dict(vars(module))) for module in (torch, torch.cuda)}
+        modules = (torch, torch.cuda, torch.distributed, torch.nn.functional)
+        self.modules = {module.__name__: (module, dict(vars(module))) for module in modules}
         self.default_dtype = torch.get_default_dtype()
-        self.patches = _active_patches()
+        self.patches = _applied_patches()
 
     def open(self) -> None:
         """Environment, seeds and, when asked for, the default process group."""
@@ -249,9 +248,11 @@ class _World:
             raise Leak(f"torch differs from before the case: {', '.join(changed)}")
 
     def _check_patches(self) -> None:
-        left = _active_patches() - self.patches
-        if left:
-            raise Leak(f"patches still applied: {', '.join(sorted(left))}")
+        now = _applied_patches()
+        left = [target for patch, target in now.items() if patch not in self.patches]
+        gone = [target for patch, target in self.patches.items() if patch not in now]
+        if left or gone:
+            raise Leak(f"patches still applied: {left}; patches reverted that were there before: {gone}")
 
     def _restore_torch_state(self) -> None:
         import torch
@@ -319,11 +320,13 @@ def _destroy_megatron_state() -> None:
         prediction.MTPLossLoggingHelper.tracker.clear()
 
 
-def _active_patches() -> frozenset[str]:
-    """Names of the patches that are applied now; empty while the package has no planner."""
-    patching = sys.modules.get("mindspeed_llm.patching")
-    active = getattr(patching, "active_patches", None)
-    return frozenset(map(str, active())) if callable(active) else frozenset()
+def _applied_patches() -> dict[int, str]:
+    """Identity and target of the patches of megatron-core that are in force."""
+    if "mindspeed_llm.patching" not in sys.modules:
+        return {}
+    from mindspeed_llm.patching import applied_patches
+
+    return {id(patch): patch.target for patch in applied_patches()}
 
 
 def _main() -> None:

@@ -82,6 +82,12 @@ def test_a_changed_torch_fails_the_case(pool: Pool) -> None:
     works(pool)
 
 
+def test_a_patch_that_stays_fails_the_case(pool: Pool) -> None:
+    with pytest.raises(CaseFailed, match=r"patches still applied: \['megatron.core.parallel_state:get_all_ranks'\]"):
+        pool.run(f"{CASES}:leave_a_patch", world_size=1)
+    works(pool)
+
+
 def test_megatron_globals_are_reset(pool: Pool) -> None:
     for _ in range(2):
         assert pool.run(f"{CASES}:leave_megatron_initialised", world_size=2) == [0, 1]
