@@ -5,6 +5,9 @@ thing is refused in one message. Only then are tensors read, and of each only th
 is the inverse. Peak memory stays near the largest tensor.
 """
 
+# pyright: basic
+# torch.distributed has no types, and a module's attributes are Tensor | Module.
+
 from __future__ import annotations
 
 import logging
@@ -25,8 +28,9 @@ from mindspeed_llm.checkpoint.hf_io import TensorInfo, TensorSource
 from mindspeed_llm.checkpoint.layout import global_shape, local_columns, local_rows, unshard
 from mindspeed_llm.checkpoint.names import NameTable, WeightEntry, compile_names
 from mindspeed_llm.checkpoint.transforms import part_rows, pieces, select, split
-from mindspeed_llm.errors import ConversionError
-from mindspeed_llm.models.family import ModelFamily, Vocab, values_of
+from mindspeed_llm.config.run import RunConfig
+from mindspeed_llm.errors import CheckpointError, ConversionError
+from mindspeed_llm.models.family import ModelFamily, Replicated, Vocab, values_of
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +68,8 @@ def group_size(group: dist.ProcessGroup | None) -> int:
 
 def unwrap(chunk: nn.Module) -> nn.Module:
     """The model inside data-parallel and mixed-precision wrappers, which keep it as ``module``."""
-    while isinstance(getattr(chunk, "module", None), nn.Module):
-        chunk = chunk.module
+    while isinstance(inner := getattr(chunk, "module", None), nn.Module):
+        chunk = inner
     return chunk
 
 
@@ -79,7 +83,7 @@ def live_tensors(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
                 continue
             match = _LAYER.fullmatch(name)
             if match:
-                layer = model.get_submodule(match[1] + match[2])
+                layer: Any = model.get_submodule(match[1] + match[2])
                 name = f"{match[1]}{int(layer.layer_number) - 1}{match[3]}"
             if name in found:
                 raise ConversionError("two model chunks hold the same tensor", got=name)
@@ -204,7 +208,7 @@ def load_hf_weights(
     *,
     tp_rank: int,
     tp_size: int,
-    cfg: Any,
+    cfg: RunConfig,
 ) -> None:
     """Fills a live model from a Hugging Face folder, in place and in the dtype of its parameters.
 
@@ -212,13 +216,12 @@ def load_hf_weights(
 
     Args:
         chunks: this rank's model chunks, wrapped or not; which layers they hold is read from them.
-        cfg: the run's configuration (``transformer`` and ``model`` sections).
 
     Raises:
         CheckpointError: the folder is missing, incomplete or broken.
         ConversionError: its tensors do not fit the model; nothing was written then.
     """
-    values = values_of((cfg.model, cfg.transformer))
+    values = values_of(cfg)
     table = compile_names(family, values)
     live = live_tensors(chunks)
     with ExitStack() as stack:
@@ -276,97 +279,130 @@ def check_ties(table: NameTable, source: TensorSource) -> None:
 # Export -------------------------------------------------------------------------------------------------------------
 
 
-def stage_owners(table: NameTable, live: Mapping[str, Tensor], pp: dist.ProcessGroup | None) -> dict[str, int]:
-    """Which pipeline stage holds each megatron-core tensor.
+@dataclass(frozen=True)
+class _Held:
+    """Where a weight is, and what each tensor-parallel rank has of it."""
 
-    Collective over ``pp``.
+    stage: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def placement(table: NameTable, live: Mapping[str, Tensor], pp: dist.ProcessGroup | None) -> dict[str, _Held]:
+    """Which pipeline stage holds each megatron-core tensor. Collective over ``pp``.
 
     Raises:
         ConversionError: a tensor of the table is on no stage or on two, or a stage holds one that is not in the table.
     """
-    names: list[list[str] | None] = [None] * group_size(pp)
-    if pp is None:
-        names[0] = list(live)
-    else:
-        dist.all_gather_object(names, list(live), group=pp)
-    owners: dict[str, int] = {}
+    mine = {name: _Held(group_rank(pp), tuple(tensor.shape), tensor.dtype) for name, tensor in live.items()}
+    stages: list[Any] = [mine]
+    if pp is not None:
+        stages = [None] * group_size(pp)
+        dist.all_gather_object(stages, mine, group=pp)
+    found: dict[str, _Held] = {}
     problems = _Problems()
-    for stage, held in enumerate(names):
-        for name in held or ():
-            if name in owners:
-                problems.add("on two pipeline stages", name)
-            if name not in table.entries:
-                problems.add("in the model, but not in the family's table", name)
-            owners[name] = stage
-    missing = [name for name, entry in table.entries.items() if entry.exported and name not in owners]
+    for held in stages:
+        problems.add("on two pipeline stages", *(name for name in held if name in found))
+        problems.add(
+            "in the model, but not in the family's table", *(name for name in held if name not in table.entries)
+        )
+        found.update(held)
+    missing = [name for name, entry in table.entries.items() if entry.exported and name not in found]
     problems.add("on no pipeline stage", *missing)
     problems.check("the model cannot be exported")
-    return owners
+    return found
 
 
 def iter_hf_weights(
-    chunks: Sequence[nn.Module], family: ModelFamily, cfg: Any, *, groups: ParallelGroups
+    chunks: Sequence[nn.Module], family: ModelFamily, cfg: RunConfig, *, groups: ParallelGroups, whole: bool = True
 ) -> Iterator[tuple[str, Tensor]]:
     """Hugging Face names and whole tensors of a live sharded model, one after the other.
 
-    Collective: every rank of the groups must run it to its end. The first rank of ``groups.tp`` on each pipeline stage
-    yields the weights of its stage; the others yield nothing. Vocabulary padding is cut off, a tied output layer is
-    left out. A tensor may share memory with the model: copy it to keep it.
+    Collective: every rank of ``groups.tp`` and ``groups.pp`` must run it to its end. Vocabulary padding is cut off, a
+    tied output layer is left out. A tensor may share memory with the model: copy it to keep it.
+
+    Args:
+        whole: the first rank (of both groups) yields every weight and the others nothing. Otherwise the first rank of
+            each pipeline stage yields those of its stage, and nothing travels between stages.
 
     Raises:
         ConversionError: the stages together do not hold exactly the family's weights.
     """
-    values = values_of((cfg.model, cfg.transformer))
+    values = values_of(cfg)
     table = compile_names(family, values)
     live = live_tensors(chunks)
-    stage_owners(table, live, groups.pp)
+    held = placement(table, live, groups.pp)
+    device = next(iter(live.values())).device
+    stage, leads = group_rank(groups.pp), group_rank(groups.tp) == 0
     for entry in table.entries.values():
-        if entry.exported and entry.mcore in live:
-            yield from _export_entry(entry, live[entry.mcore].detach(), values, groups.tp)
+        if not entry.exported:
+            continue
+        owner = held[entry.mcore]
+        travels = whole and owner.stage != 0
+        if owner.stage == stage:
+            for name, tensor in _export_entry(entry, live[entry.mcore].detach(), values, groups.tp):
+                if travels and leads:
+                    dist.send(tensor.contiguous(), group=groups.pp, group_dst=0)
+                elif leads:
+                    yield name, tensor
+        elif travels and leads and stage == 0:
+            for name, shape in _hf_shapes(entry, owner.shape, values, group_size(groups.tp)):
+                tensor = torch.empty(shape, dtype=owner.dtype, device=device)
+                dist.recv(tensor, group=groups.pp, group_src=owner.stage)
+                yield name, tensor
 
 
 def _export_entry(
     entry: WeightEntry, local: Tensor, values: Mapping[str, Any], tp: dist.ProcessGroup | None
 ) -> Iterator[tuple[str, Tensor]]:
-    whole = local if global_shape(entry.shard, local.shape, 2) == list(local.shape) else _gather(entry, local, tp)
-    if whole is None or group_rank(tp) != 0:
-        return
+    whole = local
+    if tp is not None and group_size(tp) > 1 and not isinstance(entry.shard, Replicated):
+        # all_gather and not gather: Ascend's collectives do not have it everywhere.
+        parts = [torch.empty_like(local) for _ in range(group_size(tp))]
+        dist.all_gather(parts, local.contiguous(), group=tp)
+        if group_rank(tp) != 0:
+            return
+        whole = unshard(entry.shard, parts)
     if isinstance(entry.shard, Vocab):
         whole = whole[: values["vocab_size"]]
     yield from zip(entry.hf, split(entry.transform, whole, values), strict=True)
 
 
-def _gather(entry: WeightEntry, local: Tensor, tp: dist.ProcessGroup | None) -> Tensor | None:
-    """The whole tensor on the first rank of ``tp``, None on the others."""
-    if tp is None or group_size(tp) == 1:
-        return local
-    local = local.contiguous()
-    first = group_rank(tp) == 0
-    parts = [torch.empty_like(local) for _ in range(group_size(tp))] if first else None
-    dist.gather(local, parts, group=tp, group_dst=0)
-    return unshard(entry.shard, parts) if parts is not None else None
+def _hf_shapes(
+    entry: WeightEntry, local: Sequence[int], values: Mapping[str, Any], tp_size: int
+) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of what a weight becomes on disk, from the shape that each rank holds."""
+    shape = global_shape(entry.shard, local, tp_size)
+    if isinstance(entry.shard, Vocab):
+        shape[0] = values["vocab_size"]
+    rows = part_rows(entry.transform, shape[0], values)
+    return [(name, (count, *shape[1:])) for name, count in zip(entry.hf, rows, strict=True)]
 
 
-def exported_tensors(
-    table: NameTable, values: Mapping[str, Any], live: Mapping[str, Sequence[int]], tp_size: int, dtype: torch.dtype
-) -> dict[str, TensorInfo]:
-    """Shapes of what this rank's stage exports, from the shapes of its tensors."""
-    result: dict[str, TensorInfo] = {}
-    for name, entry in table.entries.items():
-        if not entry.exported or name not in live:
-            continue
-        whole = global_shape(entry.shard, live[name], tp_size)
-        if isinstance(entry.shard, Vocab):
-            whole[0] = values["vocab_size"]
-        for hf_name, rows in zip(entry.hf, part_rows(entry.transform, whole[0], values), strict=True):
-            result[hf_name] = TensorInfo((rows, *whole[1:]), dtype)
-    return result
+def check_export(
+    family: ModelFamily,
+    cfg: RunConfig,
+    out_dir: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype,
+    source: str | os.PathLike[str] | None = None,
+) -> dict[str, Any]:
+    """The config.json that :func:`save_hf` would write; call it before training to learn early what would be refused.
+
+    Raises:
+        CheckpointError: ``out_dir`` is the source, or holds something that is not an earlier export.
+        ConversionError: a value of the run has no place in the family's config.json.
+    """
+    origin = Path(source) if source is not None else None
+    hf_io.check_destination(Path(out_dir), origin)
+    origin_config = hf_io.read_config(origin) if origin is not None else None
+    return family.values_to_config(values_of(cfg), str(dtype).removeprefix("torch."), origin_config)
 
 
 def save_hf(
     chunks: Sequence[nn.Module],
     family: ModelFamily,
-    cfg: Any,
+    cfg: RunConfig,
     out_dir: str | os.PathLike[str],
     *,
     dtype: torch.dtype,
@@ -385,58 +421,61 @@ def save_hf(
             along.
 
     Raises:
-        CheckpointError: ``out_dir`` is the source, or holds something that is not an earlier export.
+        CheckpointError: see :func:`check_export`; or the stages do not see one file system.
         ConversionError: the model is not what the family's table and config rules can express.
     """
-    out, origin = Path(out_dir), Path(source) if source is not None else None
-    values = values_of((cfg.model, cfg.transformer))
-    origin_config = hf_io.read_config(origin) if origin is not None else None
-    config = family.values_to_config(values, str(dtype).removeprefix("torch."), origin_config)
-    hf_io.check_destination(out, origin)
-    first = all(group_rank(group) == 0 for group in (groups.tp, groups.pp, groups.dp))
+    out = Path(out_dir)
+    config = check_export(family, cfg, out, dtype=dtype, source=source)
     if group_rank(groups.dp) == 0:
-        _write_export(chunks, family, cfg, out, dtype, groups, max_shard_bytes, first)
+        first = group_rank(groups.tp) == 0 and group_rank(groups.pp) == 0
         if first:
-            staging = hf_io.staging_folder(out)
-            hf_io.write_json(staging / hf_io.CONFIG, config)
-            if origin is not None:
-                hf_io.copy_companions(origin, staging)
+            hf_io.open_staging(out)
+        grid = ParallelGroups(tp=groups.tp, pp=groups.pp)
+        _barrier(grid)
+        _write_weights(chunks, family, cfg, hf_io.staging_folder(out), dtype, groups, max_shard_bytes)
+        _barrier(grid)
+        if first:
+            hf_io.write_json(hf_io.staging_folder(out) / hf_io.CONFIG, config)
+            if source is not None:
+                hf_io.copy_companions(Path(source), hf_io.staging_folder(out))
             hf_io.publish(out)
+            logger.info("wrote %s weights of %s to %s", config["dtype"], family.name, out)
     _barrier(groups)
-    logger.info("wrote %s weights of %s to %s", config["dtype"], family.name, out)
 
 
-def _write_export(
+def _write_weights(
     chunks: Sequence[nn.Module],
     family: ModelFamily,
-    cfg: Any,
-    out: Path,
+    cfg: RunConfig,
+    staging: Path,
     dtype: torch.dtype,
     groups: ParallelGroups,
     max_shard_bytes: int,
-    first: bool,
 ) -> None:
-    values = values_of((cfg.model, cfg.transformer))
+    """This stage's files, and on the first rank the index of all."""
+    if not staging.is_dir():
+        raise CheckpointError(
+            "a pipeline stage does not see the folder to export to", got=staging, fix="use a shared file system"
+        )
+    values = values_of(cfg)
     table = compile_names(family, values)
-    live = {name: tuple(tensor.shape) for name, tensor in live_tensors(chunks).items()}
-    mine = exported_tensors(table, values, live, group_size(groups.tp), dtype)
-    everywhere: list[dict[str, TensorInfo]] = [mine]
-    if groups.pp is not None:
-        everywhere = [{} for _ in range(group_size(groups.pp))]
-        dist.all_gather_object(everywhere, mine, group=groups.pp)
-    tensors = {name: info for stage in everywhere for name, info in stage.items()}
-    writers = {name: number for number, stage in enumerate(everywhere) for name in stage}
+    held = placement(table, live_tensors(chunks), groups.pp)
+    tensors: dict[str, TensorInfo] = {}
+    writers: dict[str, int] = {}
+    for entry in table.entries.values():
+        if entry.exported:
+            owner = held[entry.mcore]
+            for name, shape in _hf_shapes(entry, owner.shape, values, group_size(groups.tp)):
+                tensors[name], writers[name] = TensorInfo(shape, dtype), owner.stage
     plan = hf_io.plan_shards(tensors, writers, max_shard_bytes)
-    staging = hf_io.open_staging(out) if first else hf_io.staging_folder(out)
-    _barrier(ParallelGroups(tp=groups.tp, pp=groups.pp))
-    writer = hf_io.ShardWriter(staging, [shard for owner, shard in plan if owner == group_rank(groups.pp)], tensors)
-    for name, tensor in iter_hf_weights(chunks, family, cfg, groups=groups):
+    mine = [shard for writer, shard in plan if writer == group_rank(groups.pp)]
+    writer = hf_io.ShardWriter(staging, mine, tensors)
+    for name, tensor in iter_hf_weights(chunks, family, cfg, groups=groups, whole=False):
         writer.write(name, tensor)
     if group_rank(groups.tp) == 0:
         writer.finish()
-    if first:
-        hf_io.write_index(staging, [shard for _, shard in plan], tensors)
-    _barrier(ParallelGroups(tp=groups.tp, pp=groups.pp))
+        if group_rank(groups.pp) == 0:
+            hf_io.write_index(staging, [shard for _, shard in plan], tensors)
 
 
 def _barrier(groups: ParallelGroups) -> None:

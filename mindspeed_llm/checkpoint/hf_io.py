@@ -1,5 +1,8 @@
 """Hugging Face folders: what they hold, parts of their tensors, and writing one that is complete or invisible."""
 
+# pyright: basic
+# JSON, pickles and safetensors' handles have no types.
+
 from __future__ import annotations
 
 import json
@@ -11,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -86,25 +89,25 @@ def _cut(source: Any, dims: int, rows: tuple[int, int] | None, columns: tuple[in
 
 
 class _SafetensorsSource:
-    def __init__(self, files: Mapping[str, Path], stack: ExitStack) -> None:
+    def __init__(self, paths: Iterable[Path], stack: ExitStack) -> None:
         from safetensors import SafetensorError, safe_open
 
-        handles: dict[Path, Any] = {}
         self.tensors: dict[str, TensorInfo] = {}
         self._slices: dict[str, Any] = {}
-        for name, path in files.items():
+        for path in paths:
             try:
-                if path not in handles:
-                    handles[path] = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-                part = handles[path].get_slice(name)
+                handle: Any = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+                names: list[str] = handle.keys()
+                slices: dict[str, Any] = {name: handle.get_slice(name) for name in names}
             except (SafetensorError, OSError) as error:
-                raise CheckpointError(
-                    f"{path} cannot be read: {error}", got=name, fix="download the file again"
-                ) from error
-            if part.get_dtype() not in _DTYPES:
-                raise CheckpointError(f"{path}: unknown dtype of {name}", got=part.get_dtype())
-            self.tensors[name] = TensorInfo(tuple(part.get_shape()), _DTYPES[part.get_dtype()])
-            self._slices[name] = part
+                raise CheckpointError(f"{path} cannot be read: {error}", fix="fetch the file again") from error
+            for name, part in slices.items():
+                if name in self._slices:
+                    raise CheckpointError("the same tensor stands in two files", got=f"{name}, again in {path}")
+                if part.get_dtype() not in _DTYPES:
+                    raise CheckpointError(f"{path}: unknown dtype of {name}", got=part.get_dtype())
+                self.tensors[name] = TensorInfo(tuple(part.get_shape()), _DTYPES[part.get_dtype()])
+            self._slices.update(slices)
 
     def read(self, name: str, rows: tuple[int, int] | None = None, columns: tuple[int, int] | None = None) -> Tensor:
         return _cut(self._slices[name], len(self.tensors[name].shape), rows, columns)
@@ -119,15 +122,20 @@ class _PickledSource:
         self._loaded: dict[str, Tensor] = {}
         for path in paths:
             try:
-                state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+                state: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
                 raise CheckpointError(
                     f"{path} cannot be read without running code from it: {str(error).splitlines()[0]}",
                     fix="save it again with torch 1.6 or newer as plain tensors, or as safetensors",
                 ) from error
-            if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
-                raise CheckpointError(f"{path} is not a plain mapping of names to tensors")
-            self._loaded.update(state)
+            if not isinstance(state, dict):
+                raise CheckpointError(f"{path} is not a mapping of names to tensors", got=type(state).__name__)
+            for name, tensor in cast("dict[object, object]", state).items():
+                if not isinstance(name, str) or not isinstance(tensor, Tensor):
+                    raise CheckpointError(
+                        f"{path} is not a mapping of names to tensors", got=f"{name!r}: {type(tensor)}"
+                    )
+                self._loaded[name] = tensor
         self.tensors = {name: TensorInfo(tuple(t.shape), t.dtype) for name, t in self._loaded.items()}
 
     def read(self, name: str, rows: tuple[int, int] | None = None, columns: tuple[int, int] | None = None) -> Tensor:
@@ -155,12 +163,12 @@ def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is no JSON object")
-    return content
+    return cast("dict[str, Any]", content)
 
 
 def open_tensors(folder: str | os.PathLike[str], stack: ExitStack) -> TensorSource:
@@ -174,9 +182,10 @@ def open_tensors(folder: str | os.PathLike[str], stack: ExitStack) -> TensorSour
     root = Path(folder)
     if (root / SAFE_INDEX).is_file():
         files = _indexed(root, SAFE_INDEX)
-        source: TensorSource = _SafetensorsSource(files, stack)
+        source: TensorSource = _SafetensorsSource(sorted(set(files.values())), stack)
+        _same_names(root / SAFE_INDEX, files, source.tensors)
     elif (root / SAFE_SINGLE).is_file():
-        source = _SafetensorsSource(_names_in(root / SAFE_SINGLE), stack)
+        source = _SafetensorsSource([root / SAFE_SINGLE], stack)
     elif (root / BIN_INDEX).is_file():
         files = _indexed(root, BIN_INDEX)
         source = _PickledSource(sorted(set(files.values())))
@@ -190,33 +199,19 @@ def open_tensors(folder: str | os.PathLike[str], stack: ExitStack) -> TensorSour
     return source
 
 
-def _names_in(path: Path) -> dict[str, Path]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt", device="cpu") as handle:
-            return dict.fromkeys(handle.keys(), path)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}", fix="download the file again") from error
-
-
 def _indexed(root: Path, index_name: str) -> dict[str, Path]:
-    """Tensor name -> file, after proving that the files hold exactly what the index says."""
-    weight_map = _read_json(root / index_name).get("weight_map")
+    """Tensor name -> file, all of which are there."""
+    weight_map: Any = _read_json(root / index_name).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{root / index_name} has no weight_map")
-    for name, shard in weight_map.items():
+    files: dict[str, Path] = {}
+    for name, shard in cast("dict[str, object]", weight_map).items():
         if not isinstance(shard, str) or Path(shard).name != shard:
             raise CheckpointError(f"{root / index_name}: not a file name beside the index", got=f"{name}: {shard}")
-    missing = sorted({shard for shard in weight_map.values() if not (root / shard).is_file()})
+        files[name] = root / shard
+    missing = sorted({path.name for path in files.values() if not path.is_file()})
     if missing:
         raise CheckpointError(f"{root} lacks shards that {index_name} names", got=", ".join(missing))
-    files = {name: root / shard for name, shard in weight_map.items()}
-    if index_name == SAFE_INDEX:
-        stored: dict[str, Path] = {}
-        for shard in sorted(set(files.values())):
-            stored.update(_names_in(shard))
-        _same_names(root / index_name, files, stored)
     return files
 
 

@@ -69,9 +69,3 @@ def unshard(rule: Shard, locals_: Sequence[Tensor]) -> Tensor:
     parts = rule.parts if isinstance(rule, Column) else 1
     chunks = [local.chunk(parts) for local in locals_]
     return torch.cat([chunk[part] for part in range(parts) for chunk in chunks])
-
-
-def padded_vocab(vocab_size: int, divisor: int, tp_size: int) -> int:
-    """Rows of a vocabulary padded as Megatron does: up to a multiple of ``divisor * tp_size``."""
-    multiple = divisor * tp_size
-    return (vocab_size + multiple - 1) // multiple * multiple

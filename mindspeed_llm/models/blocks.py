@@ -227,7 +227,7 @@ def _rope_to_values(hf_config: Values) -> dict[str, Any]:
 
 def _fill_original_length(hf_config: Values, values: dict[str, Any]) -> None:
     """As transformers: a top-level key wins, then the rope's own, then the full length; yarn's factor follows."""
-    length = hf_config.get("max_position_embeddings")
+    length: int = hf_config["max_position_embeddings"]
     original = hf_config.get("original_max_position_embeddings")
     original = original or values["rope_scaling_original_max_position_embeddings"] or length
     values["rope_scaling_original_max_position_embeddings"] = original

@@ -7,11 +7,11 @@ executes what stands here.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from mindspeed_llm.config.run import RunConfig
 from mindspeed_llm.errors import ConversionError
 
 Values = Mapping[str, Any]
@@ -258,7 +258,7 @@ class ModelFamily:
     config: tuple[Rule, ...]
     weights: tuple[Weight, ...]
     chat_template: str
-    tiny: Mapping[str, Any] = field(default_factory=dict)
+    tiny: Mapping[str, Any]
 
     def config_to_values(self, hf_config: Values) -> dict[str, Any]:
         """Our fields for a ``config.json``.
@@ -329,6 +329,6 @@ def _unchanged(rule: Rule, source: Values, before: Values, values: Values) -> bo
     return same and all(values[name] == before[name] for name in rule.depends)
 
 
-def values_of(sections: Sequence[Any]) -> dict[str, Any]:
-    """The fields of several configuration dataclasses (``cfg.model``, ``cfg.transformer``) in one mapping."""
-    return {f.name: getattr(section, f.name) for section in sections for f in dataclasses.fields(section)}
+def values_of(cfg: RunConfig) -> dict[str, Any]:
+    """The fields of a run that describe the model, in one flat mapping."""
+    return {**vars(cfg.model), **vars(cfg.transformer)}

@@ -18,10 +18,12 @@ def _biases_to_values(hf_config: Values) -> dict[str, Any]:
             got=f"attention_bias={attention}, mlp_bias={mlp}",
             allowed="both true or both false",
         )
-    return {"add_bias_linear": attention}
+    return {"add_bias_linear": attention, "add_qkv_bias": attention}
 
 
 def _biases_to_hf(values: Values) -> dict[str, Any]:
+    if values["add_qkv_bias"] != values["add_bias_linear"]:
+        raise ConversionError("Llama has no bias on queries, keys and values alone", got="add_qkv_bias", allowed="no")
     return {"attention_bias": values["add_bias_linear"], "mlp_bias": values["add_bias_linear"]}
 
 
@@ -32,7 +34,7 @@ FAMILY = ModelFamily(
     config=(
         *DENSE_GQA,
         Derived("attention_bias", "mlp_bias", to_values=_biases_to_values, to_hf=_biases_to_hf),
-        Const(add_qkv_bias=False, window_size=None),
+        Const(window_size=None),
         Ignore("pretraining_tp", why="slices the same matrix product; transformers itself no longer reads it"),
     ),
     weights=(*EMBEDDING_AND_HEAD, *PRE_NORM_BLOCK, *LINEAR_BIASES),

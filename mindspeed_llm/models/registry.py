@@ -47,7 +47,7 @@ def family_for(hf_config: Mapping[str, Any]) -> ModelFamily:
     Raises:
         ConversionError: no family has it; the message lists those there are.
     """
-    architectures = hf_config.get("architectures") or []
+    architectures: list[str] = hf_config.get("architectures") or []
     model_type = hf_config.get("model_type")
     for family in families().values():
         if any(name in family.hf_architectures for name in architectures):
