@@ -92,6 +92,12 @@ def architecture(values: Values, given: Given) -> Changes:
     return changes
 
 
+def recomputation(values: Values, given: Given) -> Changes:
+    """Megatron's recipes may carry a method and a number of layers without turning recomputation on."""
+    off = values["recompute_granularity"] is None
+    return dict.fromkeys(("recompute_method", "recompute_num_layers", "recompute_modules")) if off else {}
+
+
 def batches(values: Values, given: Given) -> Changes:
     """Data-parallel size from the number of processes, and a global batch of one micro-batch on each."""
     model_parallel = (
@@ -148,6 +154,7 @@ DERIVATIONS: tuple[Derivation, ...] = (
     Derivation(point_to_point, "overlap needs interleaved stages, and two ranks cannot batch their messages"),
     Derivation(sequence_parallel, "there is nothing to split with one tensor-parallel rank"),
     Derivation(architecture, "it follows from other values of the architecture"),
+    Derivation(recomputation, "nothing is recomputed without --recompute-granularity"),
     Derivation(batches, "it follows from the number of processes"),
     Derivation(schedules, "it follows from the length of the run"),
     Derivation(precision, "it follows from the number format"),

@@ -24,6 +24,11 @@ class Option:
     is_flag: bool = True
 
 
+def names(text: str) -> tuple[str, ...]:
+    """The words of ``text``: a long list of names, readable in source."""
+    return tuple(text.split())
+
+
 def option(default: Any, *, flags: tuple[str, ...] = (), count: int | None = None, is_flag: bool = True) -> Any:
     """A dataclass field with ``default`` whose metadata carries an :class:`Option`."""
     return dataclasses.field(default=default, metadata={OPTION_KEY: Option(flags, count, is_flag)})

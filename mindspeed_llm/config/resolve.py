@@ -9,7 +9,8 @@ from types import MappingProxyType
 from typing import Any
 
 from mindspeed_llm.config.derive import derive
-from mindspeed_llm.config.rules import broken_rules
+from mindspeed_llm.config.option import names
+from mindspeed_llm.config.rules import RULES, Rule, broken_rules
 from mindspeed_llm.config.run import SECTIONS, RunConfig
 from mindspeed_llm.config.schema import FieldSpec, field_table
 from mindspeed_llm.config.values import convert
@@ -18,12 +19,12 @@ from mindspeed_llm.errors import ConfigError
 DERIVED = "derived"
 
 # What decides the number, names or shapes of a model's tensors.
-SHAPE_FIELDS = frozenset(
+SHAPE_FIELDS = names(
     """num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size
     untie_embeddings_and_output_weights add_bias_linear add_qkv_bias gated_linear_unit normalization qk_layernorm
     position_embedding_type softmax_type multi_latent_attention attention_output_gate num_moe_experts
     moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate moe_layer_freq mtp_num_layers
-    """.split()
+    """
 )
 
 
@@ -42,22 +43,25 @@ class Layer:
     binding: bool = False
 
 
-def from_values(values: Mapping[str, object], *, world_size: int = 1, device: str | None = None) -> RunConfig:
+def from_values(values: Mapping[str, object], *, world_size: int = 1) -> RunConfig:
     """A configuration from flat field names, as Python code and tests give it.
 
     Raises:
         ConfigError: unknown names, values of the wrong type, or rules that do not hold; all of them together.
     """
-    return resolve([Layer("python", values)], world_size=world_size, device=device)
+    return resolve([Layer("python", values)], world_size=world_size)
 
 
-def resolve(layers: Sequence[Layer], *, world_size: int = 1, device: str | None = None) -> RunConfig:
+def resolve(
+    layers: Sequence[Layer], *, world_size: int = 1, notices: Sequence[str] = (), rules: Sequence[Rule] = RULES
+) -> RunConfig:
     """Merge ``layers``, lowest precedence first, derive what follows, and check the rules.
 
     Args:
         layers: values by field name, each layer with its source.
         world_size: number of processes of the run.
-        device: "cpu", "cuda" or "npu" to also check the rules of that device; None leaves them out.
+        notices: what start-up must say already, from reading the sources.
+        rules: what must hold.
 
     Raises:
         ConfigError: all problems of values, or else all rules that do not hold, shown together.
@@ -70,13 +74,13 @@ def resolve(layers: Sequence[Layer], *, world_size: int = 1, device: str | None 
     values = {name: spec.default for name, spec in field_table().items()} | merged.values
     values["world_size"] = world_size
     derived, reasons = derive(values, merged.values)
-    notices = list(merged.notices)
+    said = [*notices, *merged.notices]
     for name, why in reasons.items():
         if name in merged.values:
             flag = field_table()[name].flag
-            notices.append(f"{flag}: {values[name]} ({merged.sources[name]}) becomes {derived[name]}: {why}")
-    config = assemble(derived, merged.sources | dict.fromkeys(reasons, DERIVED), tuple(notices))
-    errors = broken_rules(config, device)
+            said.append(f"{flag}: {values[name]} ({merged.sources[name]}) becomes {derived[name]}: {why}")
+    config = assemble(derived, merged.sources | dict.fromkeys(reasons, DERIVED), tuple(said))
+    errors = broken_rules(config, rules)
     if errors:
         raise ConfigError.collect(errors)
     return config

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
+from mindspeed_llm.config.layout_rules import LAYOUT_RULES
 from mindspeed_llm.config.run import RunConfig
+from mindspeed_llm.config.run_rules import RUN_RULES, TRAINING_RULES
 from mindspeed_llm.errors import ConfigError
 
 Rule = Callable[[RunConfig], Iterator[ConfigError]]
-RULES: list[Rule] = []
+
+RULES: tuple[Rule, ...] = (*RUN_RULES, *LAYOUT_RULES)
+
+# A pretraining run also has a length, data, a learning rate. Other uses of a model need none of them.
+PRETRAIN_RULES: tuple[Rule, ...] = (*RULES, *TRAINING_RULES)
 
 
-def rule(function: Rule) -> Rule:
-    """Register a rule that holds on every device."""
-    RULES.append(function)
-    return function
-
-
-def broken_rules(config: RunConfig, device: str | None = None) -> list[ConfigError]:
-    """Every rule that ``config`` breaks; with ``device`` also those of that device."""
-    return [error for check in RULES for error in check(config)]
+def broken_rules(cfg: RunConfig, rules: Sequence[Rule] = RULES) -> list[ConfigError]:
+    """What is wrong with ``cfg``, from every rule that it breaks."""
+    return [error for rule in rules for error in rule(cfg)]

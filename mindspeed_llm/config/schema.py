@@ -8,6 +8,7 @@ import typing
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from mindspeed_llm.config.exposed import EXPOSED
 from mindspeed_llm.config.option import OPTION_KEY, Option
 from mindspeed_llm.config.run import SECTIONS
 
@@ -21,6 +22,9 @@ SUITE_DEFAULTS: Mapping[str, object] = MappingProxyType(
         "deallocate_pipeline_outputs": True,
     }
 )
+
+
+GENERATED_SECTIONS = frozenset({"transformer", "optimizer", "ddp"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +46,13 @@ class FieldSpec:
     option: Option
 
     @property
+    def has_flag(self) -> bool:
+        """Whether the command line, YAML and the environment can give the value."""
+        if self.section in GENERATED_SECTIONS:
+            return self.name in EXPOSED
+        return self.option.is_flag
+
+    @property
     def is_bool(self) -> bool:
         """Whether the value is True or False."""
         return self.annotation is bool or self.annotation == bool | None
@@ -58,6 +69,8 @@ class FieldSpec:
             return dict.fromkeys((self.flag, *extra), True)
         negative = "--" + self.flag[5:] if self.flag.startswith("--no-") else "--no-" + self.flag[2:]
         spelled = {self.flag: True, negative: False}
+        if self.default is True:
+            spelled["--disable-" + self.flag[2:]] = False
         for flag in extra:
             means = not self.default
             spelled[flag] = means

@@ -21,7 +21,7 @@ def convert(spec: FieldSpec, raw: object) -> object:
     Raises:
         ConfigError: ``raw`` does not fit.
     """
-    for member in _members(spec.annotation):
+    for member in members(spec.annotation):
         try:
             return _convert_as(member, raw, spec.option.count)
         except (TypeError, ValueError, SyntaxError):
@@ -31,10 +31,22 @@ def convert(spec: FieldSpec, raw: object) -> object:
     )
 
 
+def to_bool(raw: object, spelling: str) -> bool:
+    """Whether ``raw`` says yes.
+
+    Raises:
+        ConfigError: it says neither yes nor no.
+    """
+    try:
+        return _boolean(raw)
+    except ValueError:
+        raise ConfigError(f"{spelling} is either on or off", got=repr(raw), allowed="true or false") from None
+
+
 def describe(annotation: object, count: int | None = None) -> str:
     """What a field of this type takes, in words."""
     words = []
-    for member in _members(annotation):
+    for member in members(annotation):
         origin, args = typing.get_origin(member), typing.get_args(member)
         if origin is typing.Literal:
             words.append(", ".join(str(arg) for arg in args))
@@ -46,7 +58,8 @@ def describe(annotation: object, count: int | None = None) -> str:
     return " or ".join(words)
 
 
-def _members(annotation: object) -> tuple[typing.Any, ...]:
+def members(annotation: object) -> tuple[typing.Any, ...]:
+    """The alternatives of a union, or the type itself."""
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     return typing.get_args(annotation) if is_union else (annotation,)
 

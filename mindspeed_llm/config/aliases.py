@@ -1,0 +1,103 @@
+"""Spellings that are not a field's name: each a pure function from what was written to field values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from mindspeed_llm.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Alias:
+    """One such spelling.
+
+    Attributes:
+        section: where --help shows it.
+        help: what it does.
+        expand: field values from the text after the flag, which is empty for a flag without value.
+        takes: how many values follow, 0 or 1.
+    """
+
+    section: str
+    help: str
+    expand: Callable[[str], Mapping[str, object]]
+    takes: int = 0
+
+
+def sets(**values: object) -> Callable[[str], Mapping[str, object]]:
+    """The function that always answers ``values``."""
+    return lambda _text: values
+
+
+def renamed(name: str) -> Callable[[str], Mapping[str, object]]:
+    """The function that gives the text to the field ``name``."""
+    return lambda text: {name: text}
+
+
+def no_weight_decay_condition(text: str) -> Mapping[str, object]:
+    """Megatron-LM's older spelling of --apply-wd-to-qk-layernorm.
+
+    Raises:
+        ConfigError: another condition than the one that exists.
+    """
+    if text != "apply_wd_to_qk_layernorm":
+        raise ConfigError(
+            "--no-weight-decay-cond-type does not take this value",
+            got=text,
+            allowed="apply_wd_to_qk_layernorm",
+            fix="use --apply-wd-to-qk-layernorm",
+        )
+    return {"apply_wd_to_qk_layernorm": True}
+
+
+ALIASES: Mapping[str, Alias] = MappingProxyType(
+    {
+        "--swiglu": Alias(
+            "transformer", "Gated feed-forward block with SiLU.", sets(gated_linear_unit=True, activation_func="silu")
+        ),
+        "--quick-geglu": Alias(
+            "transformer",
+            "Gated feed-forward block with the sigmoid form of GELU.",
+            sets(gated_linear_unit=True, activation_func="quick_gelu"),
+        ),
+        "--squared-relu": Alias(
+            "transformer", "Feed-forward block with squared ReLU.", sets(activation_func="squared_relu")
+        ),
+        "--use-fused-swiglu": Alias(
+            "transformer",
+            "Compute gate and product in one function that keeps only its input for backward.",
+            sets(bias_activation_fusion=True),
+        ),
+        "--no-bias-swiglu-fusion": Alias(
+            "transformer", "Compute gate and product step by step.", sets(bias_activation_fusion=False)
+        ),
+        "--no-bias-gelu-fusion": Alias(
+            "transformer", "Compute bias and activation step by step.", sets(bias_activation_fusion=False)
+        ),
+        "--use-rotary-position-embeddings": Alias("model", "Rotary positions.", sets(position_embedding_type="rope")),
+        "--use-rope-scaling": Alias(
+            "model", "Scale rotary positions as Llama 3.1 does.", sets(rope_scaling_type="llama3")
+        ),
+        "--recompute-activations": Alias(
+            "transformer", "Recompute attention in backward.", sets(recompute_granularity="selective")
+        ),
+        "--no-check-for-nan-in-loss-and-grad": Alias(
+            "training",
+            "Go on when loss or gradients are not finite.",
+            sets(check_for_nan_in_loss=False, check_for_nan_in_grad=False),
+        ),
+        "--grad-reduce-in-bf16": Alias(
+            "ddp", "Sum gradients over ranks in bf16 when training in bf16.", sets(grad_reduce_in_fp32=False)
+        ),
+        "--no-weight-decay-cond-type": Alias(
+            "optimizer", "Older spelling of --apply-wd-to-qk-layernorm.", no_weight_decay_condition, takes=1
+        ),
+        "--npu-deterministic": Alias("training", "Same as --deterministic-mode.", sets(deterministic_mode=True)),
+        "--use-deter-comp": Alias("training", "Same as --deterministic-mode.", sets(deterministic_mode=True)),
+        "--encoder-num-layers": Alias("transformer", "Same as --num-layers.", renamed("num_layers"), takes=1),
+        "--encoder-seq-length": Alias("training", "Same as --seq-length.", renamed("seq_length"), takes=1),
+        "--hf-save-dir": Alias("checkpoint", "Same as --save-hf.", renamed("save_hf"), takes=1),
+    }
+)

@@ -1,0 +1,40 @@
+"""Which fields of megatron-core's dataclasses have a flag here.
+
+A field gets its flag when it works in what this suite trains. Every other field is refused by name, with the reason
+of :mod:`~mindspeed_llm.config.refused`, so nothing is accepted and then ignored.
+"""
+
+from __future__ import annotations
+
+from mindspeed_llm.config.option import names
+
+# Set by derivation, by a model family, or by the code that builds megatron-core's objects; never by a flag.
+INTERNAL = names(
+    """virtual_pipeline_model_parallel_size batch_p2p_comm batch_p2p_sync deallocate_pipeline_outputs
+    variable_seq_lengths attention_softmax_in_fp32"""
+)
+
+EXPOSED = names(
+    """
+    tensor_model_parallel_size pipeline_model_parallel_size sequence_parallel context_parallel_size
+    expert_model_parallel_size expert_tensor_parallel_size perform_initialization use_cpu_initialization fp16 bf16
+    overlap_p2p_comm overlap_p2p_comm_warmup_flush microbatch_group_size_per_vp_stage
+    num_layers num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage
+    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
+    hidden_size num_attention_heads softmax_type num_query_groups ffn_hidden_size kv_channels
+    hidden_dropout attention_dropout fp32_residual_connection
+    layernorm_epsilon layernorm_zero_centered_gamma add_bias_linear add_qkv_bias gated_linear_unit
+    rotary_interleaved window_size window_attn_skip_freq normalization qk_layernorm
+    calculate_per_token_loss no_rope_freq init_method_std embedding_init_method_std
+    bias_activation_fusion transformer_impl recompute_granularity recompute_method recompute_num_layers
+    distribute_saved_activations recompute_modules
+
+    lr min_lr decoupled_lr decoupled_min_lr weight_decay apply_wd_to_qk_layernorm optimizer loss_scale
+    initial_loss_scale min_loss_scale loss_scale_window hysteresis adam_beta1 adam_beta2 adam_eps
+    decoupled_weight_decay sgd_momentum use_distributed_optimizer overlap_param_gather clip_grad log_num_zeros_in_grad
+
+    grad_reduce_in_fp32 overlap_grad_reduce align_param_gather num_distributed_optimizer_instances
+    check_for_nan_in_grad check_for_large_grads bucket_size pad_buckets_for_high_nccl_busbw
+    reduce_scatter_with_fp32_accumulation average_in_collective
+    """
+)
