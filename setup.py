@@ -1,0 +1,75 @@
+"""Builds the C++ CPU kernels (``csrc/cpu``); everything else about the package is in pyproject.toml.
+
+The kernels are optional: without pybind11, or when the compiler is missing or fails, the installation goes on and the
+ops use their reference in plain torch. torch itself is not needed to build.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CCompilerError, ExecError, PlatformError
+
+try:
+    import pybind11
+except ImportError:
+    pybind11 = None
+
+CSRC = Path("csrc")
+# Runs on any processor of the architecture: wider instruction sets are picked at run time. Without contraction into
+# fused multiply-adds every instruction set gives the same bits.
+COMPILE_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-ffp-contract=off",
+    "-fopenmp",
+    "-fvisibility=hidden",
+    "-g0",
+    "-Wall",
+    "-Wno-maybe-uninitialized",
+]
+
+
+def warn_unbuilt(cause: object) -> None:
+    """Says that the installation goes on without the C++ kernels, and why."""
+    logging.getLogger("mindspeed_llm.setup").warning(
+        "\nWARNING: the C++ CPU kernels were not built: %s\n"
+        "         The installation goes on; ops fall back on their reference in plain torch, which is slower.\n"
+        "         To build them: install a C++17 compiler with OpenMP (g++), then `python setup.py build_ext --inplace`.\n",
+        cause,
+    )
+
+
+class OptionalBuildExt(build_ext):
+    """``build_ext`` for which a failure is a warning."""
+
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            super().build_extension(ext)
+        except (CCompilerError, ExecError, PlatformError, OSError) as error:
+            warn_unbuilt(error)
+
+
+def extensions() -> list[Extension]:
+    """The one extension module, or none without pybind11."""
+    if pybind11 is None:
+        warn_unbuilt("pybind11 is not installed")
+        return []
+    return [
+        Extension(
+            "mindspeed_llm.ops._cpu_kernels",
+            sources=sorted(str(path) for path in (CSRC / "cpu").glob("*.cpp")),
+            depends=sorted(str(path) for path in [*CSRC.glob("c*/*.h"), *CSRC.glob("c*/*.inc")]),
+            include_dirs=[pybind11.get_include()],
+            language="c++",
+            extra_compile_args=COMPILE_FLAGS,
+            extra_link_args=["-fopenmp", "-s"],
+            optional=True,
+        )
+    ]
+
+
+setup(ext_modules=extensions(), cmdclass={"build_ext": OptionalBuildExt})
