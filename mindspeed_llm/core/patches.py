@@ -7,6 +7,7 @@ targets are those of 0.16.1.
 from __future__ import annotations
 
 import functools
+import queue
 from collections.abc import Callable
 from typing import Any
 
@@ -95,6 +96,13 @@ def _always() -> list[Patch]:
             new=_contiguous_first,
             why="all-reduces a contiguous copy of a non-contiguous tensor and returns the tensor unreduced",
             remove_when="mappings.py reduces what it returns",
+        ),
+        Patch(
+            target="megatron.core.dist_checkpointing.strategies.filesystem_async:_get_write_results_queue",
+            kind="replace",
+            new=queue.Queue,
+            why="spawns a manager process per rank, which re-imports the script, to pass a result inside one process",
+            remove_when="a synchronous save uses no process",
         ),
         *(
             Patch(

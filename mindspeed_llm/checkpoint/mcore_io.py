@@ -1,0 +1,144 @@
+"""The suite's own checkpoints: megatron-core's ``torch_dist`` in a folder that is complete or invisible.
+
+    <root>/latest_checkpointed_iteration.txt      the tracker: the newest complete iteration
+    <root>/iter_0000010/                          one save: common.pt, metadata.json, __<rank>_<n>.distcp, .metadata
+    <root>/iter_0000010.tmp/                      a save that did not finish: never read, replaced by the next
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+
+from mindspeed_llm.errors import CheckpointError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def iteration_folder(root: Path, iteration: int) -> Path:
+    """Where the save of ``iteration`` lives."""
+    return root / f"iter_{iteration:07d}"
+
+
+def latest_iteration(root: Path) -> int | None:
+    """The iteration that the tracker names, or None where ``root`` holds no checkpoint.
+
+    Raises:
+        CheckpointError: the tracker is not a number, or names a save that is not there.
+    """
+    tracker = root / TRACKER
+    if not tracker.exists():
+        return None
+    text = tracker.read_text().strip()
+    if not text.isdigit():
+        raise CheckpointError(f"the tracker {tracker} does not name an iteration", got=text, allowed="a number")
+    require_save(root, int(text))
+    return int(text)
+
+
+def require_save(root: Path, iteration: int) -> Path:
+    """The folder of a save that is there.
+
+    Raises:
+        CheckpointError: it is not, or is not a checkpoint of this suite.
+    """
+    folder = iteration_folder(root, iteration)
+    present = sorted(path.name for path in root.glob("iter_*") if (path / "metadata.json").exists())
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"there is no checkpoint of iteration {iteration} in {root}",
+            got=folder.name,
+            allowed=present or "none: the folder holds no complete checkpoint",
+            fix=f"give --ckpt-step, or write the number of a save that exists into {root / TRACKER}",
+        )
+    if not (folder / "metadata.json").exists():
+        raise CheckpointError(
+            f"{folder} is not a complete torch_dist checkpoint",
+            got=sorted(path.name for path in folder.iterdir())[:8],
+            allowed="a folder with metadata.json",
+            fix="per-rank checkpoints (mp_rank_*) are read by convert_ckpt.py",
+        )
+    return folder
+
+
+def save(root: Path, iteration: int, state: dict[str, Any], metadata: dict[str, Any]) -> Path:
+    """Write ``state`` as the save of ``iteration`` and point the tracker at it. Collective.
+
+    Args:
+        root: the ``--save`` folder; made if need be.
+        iteration: what the save is named for.
+        state: a sharded state dict.
+        metadata: how the optimizer's state was cut, kept with the save for the load.
+    """
+    final = iteration_folder(root, iteration)
+    draft = final.with_name(final.name + ".tmp")
+    if dist.get_rank() == 0:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save(state, str(draft), content_metadata=_plain(metadata))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        _publish(root, draft, final, iteration)
+    dist.barrier()
+    return final
+
+
+def load(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
+    """Fill the sharded ``state`` from a save. Collective.
+
+    Raises:
+        CheckpointError: the save lacks something that ``state`` asks for, or its pieces do not fit.
+    """
+    try:
+        return dist_checkpointing.load(
+            state, str(folder), strict=dist_checkpointing.validation.StrictHandling.RAISE_UNEXPECTED
+        )
+    except (dist_checkpointing.core.CheckpointingException, KeyError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the checkpoint {folder} does not fit this run",
+            got=f"{type(error).__name__}: {error}"[:600],
+            fix="resume with the model and flags of the run that saved it, or --finetune/--no-load-optim for weights only",
+        ) from error
+
+
+def load_metadata(folder: Path) -> dict[str, Any]:
+    """How the optimizer's state of a save was cut."""
+    return dist_checkpointing.load_content_metadata(str(folder)) or {}
+
+
+def load_common(folder: Path) -> dict[str, Any]:
+    """The part of a save that is not sharded: counters, schedule, configuration."""
+    return dist_checkpointing.load_common_state_dict(str(folder))
+
+
+def _plain(metadata: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in metadata.items() if not isinstance(value, dist.ProcessGroup)}
+
+
+def _publish(root: Path, draft: Path, final: Path, iteration: int) -> None:
+    for path in [*draft.iterdir(), draft]:
+        _fsync(path)
+    if final.exists():
+        shutil.rmtree(final)
+    draft.rename(final)
+    _fsync(root)
+    tracker = root / TRACKER
+    fresh = tracker.with_name(TRACKER + ".tmp")
+    fresh.write_text(str(iteration))
+    _fsync(fresh)
+    fresh.replace(tracker)
+    _fsync(root)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,263 @@
+"""What a run tells about itself: Megatron's log line, ``metrics.jsonl``, TensorBoard, Weights & Biases."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import math
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from mindspeed_llm.config.run import RunConfig
+from mindspeed_llm.device import current
+from mindspeed_llm.training.flops import flops_per_token
+from mindspeed_llm.training.state import Progress
+from mindspeed_llm.training.step import StepResult
+
+logger = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    """Somewhere that rows go: ``kind`` is ``start``, ``train`` or ``valid``."""
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Take one row."""
+        ...
+
+    def close(self) -> None:
+        """Nothing follows."""
+        ...
+
+
+class MetricsFile:
+    """One JSON object per line; values that are not finite are null."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = path.open("a", encoding="utf-8")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append ``row`` and hand it to the system at once."""
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+        self.file.write(json.dumps(finite) + "\n")
+        self.file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
+
+
+_DASHBOARD_NAMES = {
+    "lm_loss": "lm loss",
+    "grad_norm": "grad-norm",
+    "learning_rate": "learning-rate",
+    "weight_decay": "weight-decay",
+    "global_batch_size": "batch-size",
+    "elapsed_ms": "iteration-time-ms",
+    "tokens_per_s": "tokens-per-second",
+    "tflops_per_rank": "throughput",
+}
+
+
+def dashboard_scalars(cfg: RunConfig, row: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a row under the names that Megatron-LM's dashboards use."""
+    options = cfg.logging
+    if row["kind"] == "valid":
+        found = {"lm loss validation": row["lm_loss"]}
+        if options.log_validation_ppl_to_tensorboard:
+            found["lm loss validation ppl"] = math.exp(min(row["lm_loss"], 700.0))
+        return found
+    found = {shown: row[name] for name, shown in _DASHBOARD_NAMES.items()}
+    if options.log_loss_scale_to_tensorboard:
+        found["loss-scale"] = row["loss_scale"]
+    if options.log_memory_to_tensorboard:
+        found["mem-max-allocated-bytes"] = row["max_memory_bytes"]
+    if options.log_world_size_to_tensorboard:
+        found["world-size"] = dist.get_world_size()
+    return found
+
+
+class TensorBoard:
+    """Event files under ``--tensorboard-dir``."""
+
+    def __init__(self, cfg: RunConfig) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.cfg = cfg
+        self.writer = SummaryWriter(cfg.logging.tensorboard_dir, max_queue=cfg.logging.tensorboard_queue_size)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """One point per number."""
+        if row["kind"] == "start" or row["iteration"] % self.cfg.logging.tensorboard_log_interval:
+            return
+        for name, value in dashboard_scalars(self.cfg, row).items():
+            self.writer.add_scalar(name, value, row["iteration"])
+
+    def close(self) -> None:
+        """Write what is queued."""
+        self.writer.close()
+
+
+class WeightsAndBiases:
+    """A run of the project ``--wandb-project``."""
+
+    def __init__(self, cfg: RunConfig) -> None:
+        import wandb  # pyright: ignore[reportMissingImports]  an optional package
+
+        options = cfg.logging
+        self.cfg = cfg
+        self.run = wandb.init(
+            project=options.wandb_project,
+            name=options.wandb_exp_name,
+            entity=options.wandb_entity,
+            dir=options.wandb_save_dir or str(Path(cfg.checkpoint.save or ".") / "wandb"),
+        )
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """One point per number."""
+        if row["kind"] != "start":
+            self.run.log(dashboard_scalars(self.cfg, row), step=row["iteration"])
+
+    def close(self) -> None:
+        """End the run."""
+        self.run.finish()
+
+
+def _sinks(cfg: RunConfig) -> list[Sink]:
+    """What this rank writes to: the last rank everything, as in Megatron-LM, where it is the one that knows the loss."""
+    if dist.get_rank() != dist.get_world_size() - 1:
+        return []
+    options = cfg.logging
+    path = options.metrics_file or (cfg.checkpoint.save and str(Path(cfg.checkpoint.save) / "metrics.jsonl"))
+    sinks: list[Sink] = []
+    if path:
+        sinks.append(MetricsFile(Path(path)))
+    if options.tensorboard_dir:
+        sinks.append(TensorBoard(cfg))
+    if options.wandb_project:
+        sinks.append(WeightsAndBiases(cfg))
+    return sinks
+
+
+def log_line(cfg: RunConfig, row: Mapping[str, Any], total: int) -> str:
+    """Megatron-LM's line for ``row``, which people's scripts parse; rates follow with ``--log-throughput``."""
+    now = datetime.datetime.now().strftime("%Y-%m-%d %H:%M:%S")
+    line = f" [{now}] iteration {row['iteration']:8d}/{total:8d} |"
+    line += f" consumed samples: {row['consumed_samples']:12d} |"
+    line += f" elapsed time per iteration (ms): {row['elapsed_ms']:.1f} |"
+    if cfg.logging.log_throughput:
+        line += f" throughput per GPU (TFLOP/s/GPU): {row['tflops_per_rank']:.1f} |"
+        line += f" tokens per second: {row['tokens_per_s']:.1f} |"
+        if row["mfu"] is not None:
+            line += f" MFU (%): {100 * row['mfu']:.1f} |"
+    line += f" learning rate: {row['learning_rate']:.6E} | global batch size: {row['global_batch_size']:5d} |"
+    line += f" lm loss: {row['lm_loss']:.6E} | loss scale: {row['loss_scale']:.1f} |"
+    line += f" grad norm: {row['grad_norm']:.3f} |"
+    line += f" number of skipped iterations: {row['skipped']:3d} | number of nan iterations: {row['nan']:3d} |"
+    return line
+
+
+class Reporter:
+    """Collects steps and reports every ``--log-interval`` of them."""
+
+    def __init__(self, cfg: RunConfig, total: int) -> None:
+        self.cfg = cfg
+        self.total = total
+        self.sinks = _sinks(cfg)
+        self.loud = dist.get_rank() == dist.get_world_size() - 1
+        self._losses: list[float] = []
+        self._tokens = 0
+        self._skipped = self._nan = 0
+        self._since = time.perf_counter()
+
+    def start(self, row: Mapping[str, Any]) -> None:
+        """Say what starts."""
+        self._emit({"kind": "start", **row})
+        self.resume_clock()
+
+    def resume_clock(self) -> None:
+        """Time from now on belongs to training again; evaluation and saving did not."""
+        self._since = time.perf_counter()
+
+    def step(self, progress: Progress, result: StepResult, batch: int, micro_batches: int) -> None:
+        """Take one step; report if it is due.
+
+        Args:
+            progress: after the step.
+            result: of the step.
+            batch: global batch size of the step.
+            micro_batches: per data-parallel rank.
+        """
+        if result.skipped:
+            self._skipped += 1
+        elif math.isfinite(result.loss):
+            self._losses.append(result.loss)
+        else:
+            self._nan += 1
+        self._tokens += batch * self.cfg.training.seq_length  # pyright: ignore[reportOperatorIssue]
+        if progress.iteration % self.cfg.logging.log_interval:
+            return
+        steps = len(self._losses) + self._skipped + self._nan
+        seconds = time.perf_counter() - self._since
+        tokens_per_s = self._tokens / seconds
+        tflops = tokens_per_s * flops_per_token(self.cfg) / dist.get_world_size() / 1e12
+        peak = self.cfg.logging.peak_tflops
+        row = {
+            "kind": "train",
+            "iteration": progress.iteration,
+            "consumed_samples": progress.consumed_samples,
+            "consumed_tokens": progress.consumed_tokens,
+            "lm_loss": sum(self._losses) / len(self._losses) if self._losses else math.nan,
+            "grad_norm": result.grad_norm,
+            "learning_rate": result.learning_rate,
+            "weight_decay": result.weight_decay,
+            "loss_scale": result.loss_scale,
+            "global_batch_size": batch,
+            "num_micro_batches": micro_batches,
+            "skipped": self._skipped,
+            "nan": self._nan,
+            "elapsed_ms": 1000 * seconds / steps,
+            "tokens_per_s": tokens_per_s,
+            "tflops_per_rank": tflops,
+            "mfu": None if peak is None else tflops / peak,
+            "max_memory_bytes": current().max_memory_bytes(),
+        }
+        self._losses, self._tokens, self._skipped, self._nan = [], 0, 0, 0
+        self._emit(row)
+        self._say(log_line(self.cfg, row, self.total))
+        self._since = time.perf_counter()
+
+    def valid(self, progress: Progress, loss: float, split: str) -> None:
+        """Report an evaluation."""
+        row = {
+            "kind": "valid",
+            "split": split,
+            "iteration": progress.iteration,
+            "consumed_samples": progress.consumed_samples,
+            "lm_loss": loss,
+        }
+        self._emit(row)
+        ppl = math.exp(min(loss, 700.0))
+        self._say(
+            f" {split} loss at iteration {progress.iteration} | lm loss value: {loss:.6E} | lm loss PPL: {ppl:.6E} |"
+        )
+
+    def close(self) -> None:
+        """Close every sink."""
+        for sink in self.sinks:
+            sink.close()
+
+    def _emit(self, row: Mapping[str, Any]) -> None:
+        for sink in self.sinks:
+            sink.write(row)
+
+    def _say(self, line: str) -> None:
+        if self.loud:
+            sys.stdout.write(line + "\n")
+            sys.stdout.flush()

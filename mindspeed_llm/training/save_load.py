@@ -1,0 +1,161 @@
+"""What a checkpoint of a run holds, and how a run takes it up again."""
+
+from __future__ import annotations
+
+import logging
+import random
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing import ShardedObject
+
+from mindspeed_llm.checkpoint import mcore_io
+from mindspeed_llm.errors import CheckpointError
+from mindspeed_llm.training.state import Run
+
+logger = logging.getLogger(__name__)
+
+SHARDING = "distrib_optim_sharding_type"
+
+
+def _metadata(optimizer_form: str | None) -> dict[str, Any]:
+    """What megatron-core needs to know to lay out, and later find, a sharded state."""
+    metadata: dict[str, Any] = {
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    if optimizer_form is not None:
+        metadata[SHARDING] = optimizer_form
+    return metadata
+
+
+def _model_state(run: Run, metadata: dict[str, Any]) -> dict[str, Any]:
+    one = len(run.chunks) == 1
+    return {
+        "model" if one else f"model{index}": chunk.sharded_state_dict(metadata=metadata)
+        for index, chunk in enumerate(run.chunks)
+    }
+
+
+def _rng_state() -> ShardedObject:
+    """Every generator of this rank; data-parallel replicas share theirs."""
+    state = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+    stages = parallel_state.get_pipeline_model_parallel_group()
+    parts = parallel_state.get_tensor_model_parallel_group()
+    return ShardedObject(
+        "rng_state",
+        state,
+        (stages.size(), parts.size()),
+        (stages.rank(), parts.rank()),
+        replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )
+
+
+def _layout(run: Run) -> dict[str, Any]:
+    cfg = run.cfg.transformer
+    return {
+        "tensor_model_parallel_size": cfg.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": cfg.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": cfg.virtual_pipeline_model_parallel_size,
+    }
+
+
+def save_checkpoint(run: Run, *, portable: bool) -> Path:
+    """Save the run under ``--save``. Collective.
+
+    Args:
+        run: the run.
+        portable: store the optimizer so that any layout can load it (slower), rather than any number of data-parallel
+            ranks at the same tensor and pipeline layout.
+    """
+    checkpoint = run.cfg.checkpoint
+    distributed = bool(run.cfg.value("use_distributed_optimizer"))
+    form = ("fully_reshardable" if portable else "dp_reshardable") if distributed else None
+    metadata = _metadata(form)
+    state = _model_state(run, metadata)
+    if not checkpoint.no_save_optim:
+        state["optimizer"] = run.optimizer.sharded_state_dict(state, metadata=metadata)
+        state["opt_param_scheduler"] = run.scheduler.state_dict()
+    if not checkpoint.no_save_rng:
+        state["rng_state"] = _rng_state()
+    state["progress"] = run.progress.state_dict()
+    state["layout"] = _layout(run)
+    state["config"] = {name: asdict(getattr(run.cfg, name)) for name in ("model", "transformer")}
+    root = Path(checkpoint.save)  # pyright: ignore[reportArgumentType]  the caller checked
+    folder = mcore_io.save(root, run.progress.iteration, state, metadata)
+    logger.info("saved checkpoint %s", folder)
+    return folder
+
+
+def load_checkpoint(run: Run, root: Path, iteration: int) -> None:
+    """Take up the save of ``iteration`` in ``root``: weights, and unless told otherwise optimizer, schedule,
+    generators and counters. Collective.
+
+    Raises:
+        CheckpointError: the save is missing, incomplete or does not fit.
+    """
+    folder = mcore_io.require_save(root, iteration)
+    checkpoint = run.cfg.checkpoint
+    stored = mcore_io.load_metadata(folder)
+    common = mcore_io.load_common(folder)
+    metadata = _metadata(stored.get(SHARDING))
+    state = _model_state(run, metadata)
+    with_optimizer = not (checkpoint.finetune or checkpoint.no_load_optim)
+    if with_optimizer:
+        _require_optimizer(run, folder, stored, common)
+        state["optimizer"] = run.optimizer.sharded_state_dict(state, is_loading=True, metadata=metadata)
+    with_rng = not (checkpoint.finetune or checkpoint.no_load_rng) and _layout(run) == common["layout"]
+    if with_rng:
+        state["rng_state"] = _rng_state()
+    loaded = mcore_io.load(folder, state)
+    one = len(run.chunks) == 1
+    for index, chunk in enumerate(run.chunks):
+        chunk.load_state_dict(loaded["model" if one else f"model{index}"])
+    if with_optimizer:
+        run.optimizer.load_state_dict(loaded["optimizer"])
+        run.scheduler.load_state_dict(common["opt_param_scheduler"])
+    else:
+        run.optimizer.reload_model_params()
+    if with_rng:
+        _set_rng_state(loaded["rng_state"])
+    if not checkpoint.finetune:
+        run.progress.load_state_dict(common["progress"])
+    logger.info("loaded checkpoint %s", folder)
+
+
+def _require_optimizer(run: Run, folder: Path, stored: dict[str, Any], common: dict[str, Any]) -> None:
+    if "opt_param_scheduler" not in common:
+        raise CheckpointError(
+            f"{folder} holds no optimizer state", fix="--no-load-optim starts a fresh optimizer, --finetune a fresh run"
+        )
+    distributed = bool(run.cfg.value("use_distributed_optimizer"))
+    if distributed and SHARDING not in stored:
+        raise CheckpointError(
+            f"{folder} was saved without the distributed optimizer",
+            got="--use-distributed-optimizer",
+            fix="drop the flag for this resume, or --no-load-optim",
+        )
+    if stored.get(SHARDING) == "dp_reshardable" and _layout(run) != common["layout"]:
+        raise CheckpointError(
+            f"the optimizer state of {folder} loads only at the layout that saved it",
+            got=_layout(run),
+            allowed=common["layout"],
+            fix="the save at --train-iters loads at any layout; or --no-load-optim",
+        )
+
+
+def _set_rng_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
