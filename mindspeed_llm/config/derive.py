@@ -168,7 +168,8 @@ def derive(values: Values, given: Given) -> tuple[dict[str, Any], dict[str, str]
     Returns:
         The flat values, and for each name that was changed the reason.
     """
-    current, reasons = dict(values), {}
+    current: dict[str, Any] = dict(values)
+    reasons: dict[str, str] = {}
     for derivation in DERIVATIONS:
         for name, value in derivation.compute(current, given).items():
             if current[name] != value:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 from mindspeed_llm.config.run import SECTIONS
 from mindspeed_llm.config.spelled import Reading, as_flag, read_settings
@@ -30,17 +31,16 @@ def read_yaml(path: str) -> Reading:
         raise ConfigError("the configuration file cannot be read", got=f"{path}: {error}", fix="--config") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML", got=str(error), fix="--config") from error
-    if content is None:
-        content = {}
-    if not isinstance(content, dict):
+    if content is not None and not isinstance(content, dict):
         raise ConfigError(f"{path} must map flags to values", got=type(content).__name__, fix="--config")
     settings: list[tuple[str, object]] = []
     errors: list[ConfigError] = []
-    for key, value in content.items():
-        if str(key) in SECTIONS and isinstance(value, dict):
-            settings += [(as_flag(str(inner)), given) for inner, given in value.items()]
-        elif isinstance(value, dict):
-            errors.append(ConfigError(f"{key} is not a section ({path})", allowed=", ".join(SECTIONS)))
+    for key, value in cast("dict[object, object]", content or {}).items():
+        if isinstance(value, dict):
+            grouped = cast("dict[object, object]", value)
+            settings += [(as_flag(str(inner)), given) for inner, given in grouped.items()]
+            if str(key) not in SECTIONS:
+                errors.append(ConfigError(f"{key} is not a section ({path})", allowed=", ".join(SECTIONS)))
         else:
             settings.append((as_flag(str(key)), value))
     reading = read_settings(settings, path)

@@ -14,7 +14,7 @@ from mindspeed_llm.config.run import SECTIONS
 
 def docstrings(body: list[ast.stmt]) -> dict[str, str]:
     """Attribute docstrings of a class body, by field name, on one line each."""
-    found = {}
+    found: dict[str, str] = {}
     for statement, following in itertools.pairwise(body):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             value = following.value if isinstance(following, ast.Expr) else None

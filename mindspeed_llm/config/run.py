@@ -58,7 +58,7 @@ class RunConfig:
     checkpoint: CheckpointConfig
     logging: LoggingConfig
     distributed: DistributedConfig
-    sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    sources: Mapping[str, str] = field(default_factory=dict[str, str], compare=False, repr=False)
     notices: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     def value(self, name: str) -> object:
@@ -68,7 +68,7 @@ class RunConfig:
             KeyError: no section has that field.
         """
         for section in SECTIONS:
-            fields = vars(getattr(self, section))
-            if name in fields:
-                return fields[name]
+            part: object = getattr(self, section)
+            if name in vars(part):
+                return vars(part)[name]
         raise KeyError(name)

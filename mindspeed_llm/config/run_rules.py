@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from mindspeed_llm.config.exposed import INTERNAL
 from mindspeed_llm.config.option import names
@@ -28,17 +28,18 @@ NOT_NEGATIVE = names(
 
 BELOW_ONE = ("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2")
 
+RANGES: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
+    (POSITIVE, lambda value: value > 0, "above 0"),
+    (NOT_NEGATIVE, lambda value: value >= 0, "0 or more"),
+    (BELOW_ONE, lambda value: 0 <= value < 1, "from 0 to below 1"),
+)
+
 RECOMPUTED = ("core_attn", "layernorm", "mlp")
 
 
 def numbers_are_in_range(cfg: RunConfig) -> Iterator[ConfigError]:
     """Sizes and intervals are above 0, counts and rates not below it, probabilities below 1."""
-    checks = (
-        (POSITIVE, lambda value: value > 0, "above 0"),
-        (NOT_NEGATIVE, lambda value: value >= 0, "0 or more"),
-        (BELOW_ONE, lambda value: 0 <= value < 1, "from 0 to below 1"),
-    )
-    for group, holds, allowed in checks:
+    for group, holds, allowed in RANGES:
         for name in group:
             value = cfg.value(name)
             if isinstance(value, (int, float)) and not (math.isfinite(value) and holds(value)):
@@ -171,7 +172,7 @@ def layers_are_possible(cfg: RunConfig) -> Iterator[ConfigError]:
     if t.window_attn_skip_freq is not None and t.window_size is None:
         yield ConfigError("--window-attn-skip-freq chooses layers with a window", fix="--window-size")
     for name in ("window_attn_skip_freq", "no_rope_freq"):
-        pattern = getattr(t, name)
+        pattern = t.window_attn_skip_freq if name == "window_attn_skip_freq" else t.no_rope_freq
         if isinstance(pattern, tuple) and len(pattern) != t.num_layers:
             yield ConfigError(
                 f"{field_table()[name].flag} does not name every layer",

@@ -36,7 +36,7 @@ def meanings() -> Mapping[str, Meaning]:
         if spec.has_flag:
             table |= {spelling: FieldFlag(spec, means) for spelling, means in spec.spellings().items()}
     # The hand-written tables win: they say more than the spelling that would follow from a name.
-    return MappingProxyType(table | ALIASES | NO_EFFECT)
+    return MappingProxyType({**table, **ALIASES, **NO_EFFECT})
 
 
 def as_flag(key: str) -> str:

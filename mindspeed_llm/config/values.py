@@ -6,6 +6,7 @@ import ast
 import types
 import typing
 from collections.abc import Sequence
+from typing import cast
 
 from mindspeed_llm.config.schema import FieldSpec
 from mindspeed_llm.errors import ConfigError
@@ -45,7 +46,7 @@ def to_bool(raw: object, spelling: str) -> bool:
 
 def describe(annotation: object, count: int | None = None) -> str:
     """What a field of this type takes, in words."""
-    words = []
+    words: list[str] = []
     for member in members(annotation):
         origin, args = typing.get_origin(member), typing.get_args(member)
         if origin is typing.Literal:
@@ -98,15 +99,14 @@ def _boolean(raw: object) -> bool:
 def _integer(raw: object) -> int:
     if isinstance(raw, bool) or not isinstance(raw, (int, float, str)):
         raise ValueError
-    number = int(raw)
-    if isinstance(raw, float) and number != raw:
+    if isinstance(raw, float) and not raw.is_integer():
         raise ValueError
-    return number
+    return int(raw)
 
 
 def _sequence(args: tuple[typing.Any, ...], raw: object, count: int | None) -> tuple[object, ...]:
     if isinstance(raw, Sequence) and not isinstance(raw, str):
-        parts: Sequence[object] = raw[0] if len(raw) == 1 and isinstance(raw[0], list) else raw
+        parts = cast("Sequence[object]", raw)
         if len(parts) == 1 and isinstance(parts[0], str) and args[0] is not str:
             parts = _split(parts[0], args[0])
     elif isinstance(raw, str):

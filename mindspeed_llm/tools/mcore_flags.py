@@ -159,7 +159,7 @@ def formatted(source: str) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Write the table, or with ``--check`` return 1 when the committed one differs."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Write config/mcore_flags.py from megatron-core.")
     parser.add_argument("--check", action="store_true", help="compare with the committed file; write nothing")
     check = parser.parse_args(argv).check
     logging.basicConfig(level=logging.INFO, format="%(message)s")
