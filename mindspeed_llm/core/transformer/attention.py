@@ -8,26 +8,26 @@ the module for megatron-core's layer specs.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
-from megatron.core import tensor_parallel
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mindspeed_llm.core.transformer import attention_reference, flash_cpu
-from mindspeed_llm.core.transformer.attention_scores import ScoreRule, accumulate_dtype, sink_gradient
+from mindspeed_llm.core.transformer.attention_scores import ScoreRule, accumulate_dtype, sequence_first, sink_gradient
 from mindspeed_llm.core.transformer.config import SuiteTransformerConfig
 from mindspeed_llm.errors import ConfigError, OpUnavailableError
+
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
 # The (query, key) slices of each document of a packed batch; None for a batch that is not packed.
 Documents = list[tuple[slice, slice]]
@@ -59,7 +59,7 @@ class AttentionImplementation:
         return on_device and (self.softcap or not softcap) and (self.dropout or not dropout)
 
 
-# The first row that can run does. CUDA and NPU have none of their own yet: they run the reference (never checked there).
+# The first row that can run does. CUDA and NPU have no row of their own yet and run the reference: unchecked there.
 IMPLEMENTATIONS = (
     AttentionImplementation("flash_cpu", frozenset({"cpu"}), False, False, flash_cpu.forward, flash_cpu.backward),
     AttentionImplementation("reference", None, True, True, attention_reference.forward, attention_reference.backward),
@@ -213,7 +213,7 @@ def _run_forward(
 ) -> tuple[Tensor, Tensor]:
     if documents is None:
         return row.forward(q, k, v, rule, sinks, keeps[0] if keeps else None, dropout_p)
-    out = _sequence_first(q, v.shape[3])
+    out = sequence_first(q, v.shape[3])
     lse = torch.empty(q.shape[:3], dtype=accumulate_dtype(q.dtype), device=q.device)
     for number, (rows, columns) in enumerate(documents):
         keep = keeps[number] if keeps else None
@@ -238,7 +238,7 @@ def _run_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if documents is None:
         return row.backward(d_out, q, k, v, out, lse, rule, keeps[0] if keeps else None, dropout_p)
-    dq, dk, dv = (_sequence_first(x, x.shape[3]) for x in (q, k, v))
+    dq, dk, dv = (sequence_first(x, x.shape[3]) for x in (q, k, v))
     for number, (rows, columns) in enumerate(documents):
         dq[:, :, rows], dk[:, :, columns], dv[:, :, columns] = row.backward(
             d_out[:, :, rows],
@@ -254,12 +254,6 @@ def _run_backward(
     return dq, dk, dv
 
 
-def _sequence_first(like: Tensor, width: int) -> Tensor:
-    """Uninitialised ``[b, n, s, width]`` laid out as ``[s, b, n, width]``, megatron-core's order."""
-    b, n, s = like.shape[:3]
-    return torch.empty(s, b, n, width, dtype=like.dtype, device=like.device).permute(1, 2, 0, 3)
-
-
 def _rule(
     q: Tensor,
     k: Tensor,
@@ -272,8 +266,10 @@ def _rule(
 ) -> ScoreRule:
     if q.dim() != 4 or k.dim() != 4 or q.shape[1] % k.shape[1] or q.shape[3] != k.shape[3]:
         raise ValueError(f"q [b, n, sq, d] and k [b, n_kv, sk, d] do not fit: {tuple(q.shape)} and {tuple(k.shape)}")
-    scale = q.shape[3] ** -0.5 if scale is None else scale
-    return ScoreRule(scale=scale, softcap=softcap, causal=causal, window=window, mask=mask)
+    if mask is not None and mask.requires_grad:
+        raise ValueError("an attention mask or bias that requires a gradient would silently get none")
+    factor = q.shape[3] ** -0.5 if scale is None else scale
+    return ScoreRule(scale=factor, softcap=softcap, causal=causal, window=window, mask=mask)
 
 
 def _documents(
@@ -326,8 +322,8 @@ class CoreAttention(MegatronModule):
         layer_number: counted from 1.
         attn_mask_type: what :meth:`forward` takes when it is not told.
         attention_type: unused, as in megatron-core.
-        softmax_scale: by default the inverse root of the head size (``k_channels``).
-        v_channels: unused, the value says it itself.
+        softmax_scale: by default the inverse root of the key's head size.
+        k_channels, v_channels: unused, the tensors say it themselves.
         cp_comm_type: unused without context parallelism.
 
     Raises:
@@ -348,7 +344,7 @@ class CoreAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config=config)
-        del attention_type, v_channels, cp_comm_type
+        del attention_type, k_channels, v_channels, cp_comm_type
         if config.context_parallel_size > 1:
             raise ConfigError(
                 "this core attention works on whole sequences",
@@ -360,12 +356,10 @@ class CoreAttention(MegatronModule):
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
         self.tp_group = pg_collection.tp
-        head_size = k_channels if k_channels is not None else config.kv_channels
-        self.softmax_scale = 1.0 / math.sqrt(head_size) if softmax_scale is None else softmax_scale
+        self.softmax_scale = softmax_scale
         self.softcap = config.attn_logit_softcapping
         self.dropout_p = config.attention_dropout if attention_dropout is None else attention_dropout
-        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
-        self.window = tuple(config.window_size) if windowed else None
+        self.window = _layer_window(config, layer_number)
         self._make_sinks(config)
 
     def _make_sinks(self, config: SuiteTransformerConfig) -> None:
@@ -379,8 +373,8 @@ class CoreAttention(MegatronModule):
             parameter = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
             # Without the mark the grad norm counts the sinks of the first tensor-parallel rank only.
             set_tensor_model_parallel_attributes(parameter, True, 0, 1)
-            if config.perform_initialization:
-                with tensor_parallel.get_cuda_rng_tracker().fork():
+            if config.perform_initialization and config.init_method is not None:
+                with _model_parallel_rng():
                     config.init_method(parameter)
             self.softmax_offset = parameter
 
@@ -414,7 +408,7 @@ class CoreAttention(MegatronModule):
         dropout_p = self.dropout_p if self.training else 0.0
         # With sequence parallelism the whole layer already runs inside the fork (TransformerBlock.forward).
         fork = dropout_p > 0 and not self.config.sequence_parallel
-        with tensor_parallel.get_cuda_rng_tracker().fork() if fork else contextlib.nullcontext():
+        with _model_parallel_rng() if fork else contextlib.nullcontext():
             if packed_seq_params is not None:
                 bounds_q, bounds_kv = _packed_bounds(packed_seq_params, query.shape[0], key.shape[0])
                 out, _ = attention(
@@ -456,6 +450,22 @@ class CoreAttention(MegatronModule):
             tp_group=self.tp_group,
             dp_cp_group=(metadata or {}).get("dp_cp_group"),
         )
+
+
+def _model_parallel_rng() -> contextlib.AbstractContextManager[None]:
+    """Draws that differ between tensor-parallel ranks."""
+    return cast(CudaRNGStatesTracker, get_cuda_rng_tracker()).fork()
+
+
+def _layer_window(config: SuiteTransformerConfig, layer_number: int) -> tuple[int, int] | None:
+    """The layer's ``(left, right)`` window; None for a layer that attends everywhere."""
+    if config.window_size is None:
+        return None
+    skip = config.window_attn_skip_freq
+    if skip is not None and not is_layer_window_attention(config.window_size, skip, layer_number):
+        return None
+    left, right = config.window_size
+    return left, right
 
 
 def _joined_mask(attention_mask: Tensor | None, attention_bias: Tensor | None) -> Tensor | None:

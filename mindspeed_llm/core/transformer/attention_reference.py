@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mindspeed_llm.core.transformer.attention_scores import ScoreRule, accumulate_dtype
+from mindspeed_llm.core.transformer.attention_scores import ScoreRule, accumulate_dtype, band_hidden
 
 
 def forward(
@@ -85,7 +85,8 @@ def _scores(q: Tensor, k: Tensor, rule: ScoreRule) -> tuple[Tensor, Tensor | Non
             scores = scores.masked_fill(rule.mask, float("-inf"))
         else:
             scores = scores + rule.mask.to(dtype)
-    hidden = rule.hidden(q.shape[2], k.shape[2], q.device)
+    sq, sk = q.shape[2], k.shape[2]
+    hidden = band_hidden(*rule.bounds(sq, sk), sq, sk, q.device)
     if hidden is not None:
         scores = scores.masked_fill(hidden, float("-inf"))
     return scores, slope
@@ -101,8 +102,8 @@ def _dropped(weights: Tensor, keep: Tensor | None, dropout_p: float) -> Tensor:
 
 
 def _group(x: Tensor, groups: int) -> Tensor:
-    """``[b, n, s, e] -> [b, groups, n/groups * s, e]``: the query heads of one KV head side by side, so no KV copies."""
-    return x.reshape(x.shape[0], groups, -1, x.shape[-1])
+    """``[b, n, s, e] -> [b, groups, n/groups * s, e]``: the query heads of one KV head in a row, so no KV copies."""
+    return x.reshape(x.shape[0], groups, x.shape[1] // groups * x.shape[2], x.shape[3])
 
 
 def _ungroup(x: Tensor, q: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ScoreRule:
-    """``score(i, j) = softcap(scale * q_i . k_j) + mask(i, j)``, minus infinity where query ``i`` may not see key ``j``.
+    """``score(i, j) = softcap(scale * q_i . k_j) + mask(i, j)``, minus infinity where query ``i`` may not see ``j``.
 
     Positions are aligned at the end, as in megatron-core and FlashAttention: with ``offset = sk - sq``, query ``i``
     stands at key position ``i + offset``.
@@ -19,8 +19,8 @@ class ScoreRule:
         scale: factor on ``q . k``.
         softcap: ``softcap * tanh(x / softcap)`` is applied to the scaled score, before any mask (Gemma 2).
         causal: query ``i`` sees keys ``j <= i + offset``.
-        window: ``(left, right)``, megatron-core's ``window_size``: keys ``i + offset - left <= j <= i + offset + right``;
-            -1 means no bound on that side.
+        window: ``(left, right)``, megatron-core's ``window_size``: query ``i`` sees keys ``i + offset - left`` to
+            ``i + offset + right``, both included; -1 means no bound on that side.
         mask: broadcastable to ``[b, n, sq, sk]``. Boolean: True hides (Megatron's convention). Floating: added.
     """
 
@@ -44,10 +44,6 @@ class ScoreRule:
         if upper is not None and upper >= sk - 1:
             upper = None
         return lower, upper
-
-    def hidden(self, sq: int, sk: int, device: torch.device) -> Tensor | None:
-        """Boolean ``[sq, sk]``, True where causality or the window hides the key; None when nothing is hidden."""
-        return band_hidden(*self.bounds(sq, sk), sq, sk, device)
 
 
 def band_hidden(lower: int | None, upper: int | None, sq: int, sk: int, device: torch.device) -> Tensor | None:
@@ -89,3 +85,9 @@ def sink_gradient(d_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Ten
     delta = (d_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     probability = torch.exp(sinks.to(lse.dtype)[None, :, None] - lse)
     return -(probability * delta).sum((0, 2)).to(sinks.dtype)
+
+
+def sequence_first(like: Tensor, width: int) -> Tensor:
+    """Uninitialised ``[b, n, s, width]`` for ``like``'s b, n, s, laid out as megatron-core's ``[s, b, n, width]``."""
+    b, n, s = like.shape[:3]
+    return torch.empty(s, b, n, width, dtype=like.dtype, device=like.device).permute(1, 2, 0, 3)

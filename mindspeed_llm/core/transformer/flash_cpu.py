@@ -1,22 +1,52 @@
 """Attention through torch's CPU flash kernel, which carries the log-sum-exp forward and takes it in backward.
 
-The kernel (``aten::_scaled_dot_product_flash_attention_for_cpu``) is native for grouped KV heads and strided views. It
-aligns causal masks at the start, so a causal call with ``sq != sk`` goes through an additive mask; it wants that mask in
-q's dtype and equal head sizes (zero-padded here, which changes nothing); it reports 0, not minus infinity, as the
-log-sum-exp of a fully masked row; it divides by zero on empty operands.
+The kernel (``aten::_scaled_dot_product_flash_attention_for_cpu``) is native for grouped KV heads and strided views.
+What it lacks is made up for here. It aligns causal masks at the start: a causal call with ``sq != sk`` goes through an
+additive mask. It wants that mask in q's dtype, and equal head sizes: zero-padding changes nothing. It computes what an
+additive mask hides: a sliding window is cut into tiles. It reports 0, not minus infinity, as the log-sum-exp of a fully
+masked row. It divides by zero on empty operands.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mindspeed_llm.core.transformer.attention_scores import ScoreRule, accumulate_dtype, add_sinks, band_hidden
+from mindspeed_llm.core.transformer.attention_scores import (
+    ScoreRule,
+    accumulate_dtype,
+    add_sinks,
+    band_hidden,
+    sequence_first,
+)
 
 _forward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _NEVER = float("-inf")
+# Queries per tile of a sliding window: fewer hide less work in masks, more keep both cores busy.
+_TILE_ROWS = 256
+
+
+class _KernelMask(NamedTuple):
+    """What one kernel call hides.
+
+    ``bias`` is additive, ``[sq, sk]`` or 4-D in q's dtype; ``blind [..., sq]`` marks the rows that see no key.
+    """
+
+    is_causal: bool
+    bias: Tensor | None
+    blind: Tensor | None
+
+
+class _Tile(NamedTuple):
+    """One kernel call: some queries, the keys they may see, and what is hidden among those."""
+
+    rows: slice
+    columns: slice
+    mask: _KernelMask
 
 
 def forward(
@@ -24,19 +54,17 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """As :func:`attention_reference.forward`, without dropout and soft-capping (the caller's table sees to that)."""
     del keep, dropout_p
-    sq, sk = q.shape[2], k.shape[2]
-    if sq == 0 or sk == 0:
-        out = q.new_zeros(*q.shape[:3], v.shape[3])
-        lse = torch.full(q.shape[:3], _NEVER, dtype=accumulate_dtype(q.dtype), device=q.device)
+    tiles = _tiles(rule, q, k.shape[2])
+    if len(tiles) == 1:
+        out, lse = _forward_tile(q, k, v, tiles[0].mask, rule.scale)
     else:
-        is_causal, bias = _kernel_mask(rule, sq, sk, q)
-        width = max(q.shape[3], v.shape[3])
-        out, lse = _forward_kernel(
-            _widen(q, width), _widen(k, width), _widen(v, width), 0.0, is_causal, attn_mask=bias, scale=rule.scale
-        )
-        out = out[..., : v.shape[3]]
-        if bias is not None:
-            lse = lse.masked_fill(_blind_rows(bias, is_causal), _NEVER)
+        out = sequence_first(q, v.shape[3])
+        lse = torch.empty(q.shape[:3], dtype=accumulate_dtype(q.dtype), device=q.device)
+        for tile in tiles:
+            rows, columns = tile.rows, tile.columns
+            out[:, :, rows], lse[:, :, rows] = _forward_tile(
+                q[:, :, rows], k[:, :, columns], v[:, :, columns], tile.mask, rule.scale
+            )
     if sinks is not None:
         lse = add_sinks(out, lse, sinks)
     return out, lse
@@ -55,56 +83,98 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`attention_reference.backward`, from a given (possibly merged) ``out`` and ``lse``."""
     del keep, dropout_p
-    sq, sk = q.shape[2], k.shape[2]
-    if sq == 0 or sk == 0:
+    tiles = _tiles(rule, q, k.shape[2])
+    if len(tiles) == 1:
+        return _backward_tile(d_out, q, k, v, out, lse, tiles[0].mask, rule.scale)
+    dq = sequence_first(q, q.shape[3])
+    # Neighbouring tiles share keys: their parts are added before rounding.
+    dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
+    for tile in tiles:
+        rows, columns = tile.rows, tile.columns
+        dq[:, :, rows], dk_part, dv_part = _backward_tile(
+            d_out[:, :, rows],
+            q[:, :, rows],
+            k[:, :, columns],
+            v[:, :, columns],
+            out[:, :, rows],
+            lse[:, :, rows],
+            tile.mask,
+            rule.scale,
+        )
+        dk[:, :, columns].add_(dk_part)
+        dv[:, :, columns].add_(dv_part)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _forward_tile(q: Tensor, k: Tensor, v: Tensor, mask: _KernelMask, scale: float) -> tuple[Tensor, Tensor]:
+    if q.shape[2] == 0 or k.shape[2] == 0:
+        out = q.new_zeros(*q.shape[:3], v.shape[3])
+        return out, torch.full(q.shape[:3], _NEVER, dtype=accumulate_dtype(q.dtype), device=q.device)
+    width = max(q.shape[3], v.shape[3])
+    out, lse = _forward_kernel(
+        *(_widen(x, width) for x in (q, k, v)), 0.0, mask.is_causal, attn_mask=mask.bias, scale=scale
+    )
+    if mask.blind is not None:
+        lse = lse.masked_fill(mask.blind, _NEVER)
+    return out[..., : v.shape[3]], lse
+
+
+def _backward_tile(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: _KernelMask, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    if q.shape[2] == 0 or k.shape[2] == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    is_causal, bias = _kernel_mask(rule, sq, sk, q)
-    if bias is not None:
+    if mask.blind is not None:
         # exp(-inf - lse) of a row that sees nothing must be 0: with lse = -inf it is NaN.
         lse = lse.masked_fill(lse == _NEVER, float("inf"))
     width = max(q.shape[3], v.shape[3])
-    dq, dk, dv = _backward_kernel(
-        _widen(d_out, width),
-        _widen(q, width),
-        _widen(k, width),
-        _widen(v, width),
-        _widen(out, width),
-        lse,
-        0.0,
-        is_causal,
-        attn_mask=bias,
-        scale=rule.scale,
-    )
+    operands = (_widen(x, width) for x in (d_out, q, k, v, out))
+    dq, dk, dv = _backward_kernel(*operands, lse.contiguous(), 0.0, mask.is_causal, attn_mask=mask.bias, scale=scale)
     return dq[..., : q.shape[3]], dk[..., : k.shape[3]], dv[..., : v.shape[3]]
 
 
-def _kernel_mask(rule: ScoreRule, sq: int, sk: int, q: Tensor) -> tuple[bool, Tensor | None]:
-    """The kernel's ``is_causal`` flag and its additive mask in q's dtype (``[sq, sk]`` or 4-D), or None."""
+def _tiles(rule: ScoreRule, q: Tensor, sk: int) -> list[_Tile]:
+    """The kernel calls that make up one attention: one, unless a sliding window leaves most keys out of most rows."""
+    sq = q.shape[2]
     lower, upper = rule.bounds(sq, sk)
+    if lower is None or upper is None or upper - lower + 2 * _TILE_ROWS > sk or sq <= _TILE_ROWS:
+        return [_Tile(slice(0, sq), slice(0, sk), _kernel_mask(lower, upper, rule.mask, sq, sk, q))]
+    mask = None if rule.mask is None else rule.mask.expand(*rule.mask.shape[:-2], sq, sk)
+    tiles: list[_Tile] = []
+    masks: dict[tuple[int, int, int], _KernelMask] = {}
+    for start in range(0, sq, _TILE_ROWS):
+        stop = min(start + _TILE_ROWS, sq)
+        first = min(max(start + lower, 0), sk)
+        last = min(max(stop + upper, first), sk)
+        rows, columns = slice(start, stop), slice(first, last)
+        # Inner tiles have the same band at the same place.
+        shift, height, width = place = (start - first, stop - start, last - first)
+        if mask is not None or place not in masks:
+            part = None if mask is None else mask[..., rows, columns]
+            masks[place] = _kernel_mask(lower + shift, upper + shift, part, height, width, q)
+        tiles.append(_Tile(rows, columns, masks[place]))
+    return tiles
+
+
+def _kernel_mask(lower: int | None, upper: int | None, mask: Tensor | None, sq: int, sk: int, q: Tensor) -> _KernelMask:
     is_causal = sq == sk and upper == 0
     hidden = band_hidden(lower, None if is_causal else upper, sq, sk, q.device)
-    bias = rule.mask
-    if bias is None and hidden is None:
-        return is_causal, None
-    if bias is None:
+    if mask is None and hidden is None:
+        return _KernelMask(is_causal, None, None)
+    if mask is None:
         bias = torch.zeros(sq, sk, dtype=q.dtype, device=q.device)
-    elif bias.dtype == torch.bool:
-        bias = torch.zeros(bias.shape, dtype=q.dtype, device=q.device).masked_fill_(bias, _NEVER)
+    elif mask.dtype == torch.bool:
+        bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(mask, _NEVER)
     else:
-        bias = bias.to(q.dtype)
+        bias = mask.to(q.dtype)
     if hidden is not None:
         bias = bias.masked_fill(hidden, _NEVER)
     if bias.dim() != 2:
         bias = bias.reshape((1,) * (4 - bias.dim()) + bias.shape)
-    return is_causal, bias.expand(*bias.shape[:-2], sq, sk)
-
-
-def _blind_rows(bias: Tensor, is_causal: bool) -> Tensor:
-    """Boolean ``[..., sq]``: the rows in which no key is visible."""
+    bias = bias.expand(*bias.shape[:-2], sq, sk)
     visible = bias != _NEVER
-    if is_causal:
-        visible = visible.tril()
-    return ~visible.any(-1)
+    blind = ~(visible.tril() if is_causal else visible).any(-1)
+    return _KernelMask(is_causal, bias, blind if bool(blind.any()) else None)
 
 
 def _widen(x: Tensor, width: int) -> Tensor:
