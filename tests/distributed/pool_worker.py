@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import os
@@ -21,6 +22,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 #: Set before torch is imported, since its thread pools read them once.
@@ -114,6 +116,9 @@ def _warm_up() -> None:
         if package.startswith("mindspeed_llm") and importlib.util.find_spec(name) is None:
             continue
         importlib.import_module(name)
+    # What is imported stays: collections in the ranks need not look at it, nor copy its pages.
+    gc.collect()
+    gc.freeze()
 
 
 # ----------------------------------------------------------------------------------------------------------- the ranks
@@ -301,6 +306,12 @@ def _destroy_process_groups() -> None:
     left = len(dist.distributed_c10d._world.pg_map)
     if left:
         raise Leak(f"{left} process group(s) survive destroy_process_group()")
+    # A gloo group ends its three threads only when nothing refers to it any more.
+    gc.collect()
+    threads = [Path("/proc/self/task", task, "comm").read_text().strip() for task in os.listdir("/proc/self/task")]
+    alive = sum("gloo" in name for name in threads)
+    if alive:
+        raise Leak(f"{alive} gloo threads are left: something still holds a process group of the case")
 
 
 def _destroy_megatron_state() -> None:

@@ -81,9 +81,23 @@ class ScaledRotaryEmbedding(RotaryEmbedding):
         self.suite_config = config
         self.rotary_base = rotary_base
         self.dim = 2 * self.inv_freq.numel()
+        self._angles: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def get_emb(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
         """Angles ``[max_seq_len, 1, 1, dim]`` of the positions from ``offset`` on."""
         frequencies = inverse_frequencies(self.suite_config, self.dim, self.rotary_base, offset + max_seq_len)
         self.inv_freq = frequencies.to(self.inv_freq.device)
         return super().get_emb(max_seq_len, offset)
+
+    def forward(
+        self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None
+    ) -> torch.Tensor:
+        """Angles ``[s, 1, 1, dim]``, kept from call to call.
+
+        megatron-core caches on the class, which keeps every model and process group of the process alive.
+        """
+        key = (max_seq_len, offset, packed_seq, cp_group)
+        if key not in self._angles:
+            uncached = RotaryEmbedding.forward.__wrapped__  # type: ignore[attr-defined]
+            self._angles[key] = uncached(self, max_seq_len, offset, packed_seq, cp_group)
+        return self._angles[key]
