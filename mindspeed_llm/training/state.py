@@ -19,7 +19,6 @@ class Progress:
     iteration: int = 0
     consumed_samples: int = 0
     consumed_tokens: int = 0
-    consumed_valid_samples: int = 0
     skipped: int = 0
     """Iterations that did not update the weights (overflow under fp16)."""
     nan: int = 0

@@ -1,0 +1,178 @@
+"""The loop: steps, and between them reports, evaluations, saves and the reasons to stop."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.num_microbatches_calculator import (
+    get_current_global_batch_size,
+    get_num_microbatches,
+    update_num_microbatches,
+)
+
+from mindspeed_llm.config.run import RunConfig
+from mindspeed_llm.device import current
+from mindspeed_llm.errors import SuiteError
+from mindspeed_llm.training.objective import Batch, Objective
+from mindspeed_llm.training.report import Reporter
+from mindspeed_llm.training.state import Run
+from mindspeed_llm.training.step import StepResult, evaluate, train_step
+
+logger = logging.getLogger(__name__)
+
+Streams = Sequence[Iterator[Batch]]
+"""One stream of micro-batches per model chunk."""
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What the loop calls and does not know: where batches come from and how a run is kept.
+
+    Attributes:
+        train: the training stream, from the run's consumed samples on.
+        held_out: split name -> opens a stream from the split's first sample, so that every evaluation of a run, resumed
+            or not, is over the same samples and its losses compare.
+        save: keeps the run; told whether any layout must be able to load it.
+        export: writes a Hugging Face folder; told whether the run ends here.
+    """
+
+    train: Streams
+    held_out: Mapping[str, Callable[[], Streams]]
+    save: Callable[[bool], None]
+    export: Callable[[bool], None]
+
+
+def total_iterations(cfg: RunConfig) -> int:
+    """Steps of the whole run; with ``--train-samples`` ramp-up steps count by their own batch size."""
+    if cfg.training.train_iters is not None:
+        return cfg.training.train_iters
+    samples: int = cfg.training.train_samples  # pyright: ignore[reportAssignmentType]  a rule demands one of the two
+    final: int = cfg.training.global_batch_size  # pyright: ignore[reportAssignmentType]  derived by now
+    if cfg.training.rampup_batch_size is None:
+        return samples // final
+    steps = consumed = 0
+    start, increment, ramp_samples = cfg.training.rampup_batch_size
+    stages = (final - start) // increment
+    while consumed < samples:
+        stage = int(consumed // (ramp_samples / stages)) if stages and consumed <= ramp_samples else stages
+        consumed += min(start + stage * increment, final)
+        steps += 1
+    return steps
+
+
+class _StopSignal:
+    """SIGTERM asks for a save and an orderly end, with ``--exit-signal-handler``."""
+
+    def __init__(self, listen: bool) -> None:
+        self.received = False
+        self.listen = listen
+        if listen:
+            signal.signal(signal.SIGTERM, self._receive)
+
+    def _receive(self, *_: Any) -> None:
+        self.received = True
+
+    def anywhere(self) -> bool:
+        """Whether any rank received it. Collective."""
+        if not self.listen:
+            return False
+        flag = torch.tensor([float(self.received)], device=current().torch_device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+
+def train(run: Run, objective: Objective, hooks: Hooks, reporter: Reporter) -> None:
+    """Train until ``--train-iters`` (or samples), or until a reason to stop; then save and export. Collective.
+
+    Raises:
+        SuiteError: the loss is not a number, with ``--check-for-nan-in-loss-and-grad``.
+    """
+    cfg, progress = run.cfg, run.progress
+    total = total_iterations(cfg)
+    stop = _StopSignal(cfg.training.exit_signal_handler)
+    started = time.monotonic()
+    if cfg.training.manual_gc:
+        gc.disable()
+        gc.collect()
+    saved_at = evaluated_at = -1
+    stopping = cfg.training.skip_train
+    while progress.iteration < total and not stopping:
+        update_num_microbatches(progress.consumed_samples, consistency_check=True)
+        batch, micro_batches = get_current_global_batch_size(), get_num_microbatches()
+        result = train_step(run, objective, hooks.train)
+        _advance(run, result, batch)
+        _require_number(cfg, progress.iteration, result)
+        reporter.step(progress, result, batch, micro_batches)
+        step = progress.iteration
+        if _due(cfg.training.eval_interval, step):
+            _evaluate(run, objective, hooks, reporter, "valid")
+            evaluated_at = step
+        stopping = _must_stop(cfg, step, started) or stop.anywhere()
+        last = stopping or step >= total
+        if not last and _due(cfg.checkpoint.save_interval, step):
+            hooks.save(False)
+            saved_at = step
+            reporter.resume_clock()
+        if _due(cfg.checkpoint.save_hf_interval, step):
+            hooks.export(False)
+            reporter.resume_clock()
+        if cfg.training.manual_gc and _due(cfg.training.manual_gc_interval or None, step):
+            gc.collect()
+    if not cfg.training.skip_train:
+        if saved_at != progress.iteration:
+            hooks.save(True)
+        hooks.export(True)
+    if cfg.training.skip_train or progress.iteration >= total > 0:
+        if evaluated_at != progress.iteration:
+            _evaluate(run, objective, hooks, reporter, "valid")
+        _evaluate(run, objective, hooks, reporter, "test")
+
+
+def _due(interval: int | None, iteration: int) -> bool:
+    return bool(interval) and iteration % interval == 0  # pyright: ignore[reportOptionalOperand]
+
+
+def _advance(run: Run, result: StepResult, batch: int) -> None:
+    progress = run.progress
+    progress.iteration += 1
+    progress.consumed_samples += batch
+    progress.consumed_tokens += batch * run.cfg.training.seq_length  # pyright: ignore[reportOperatorIssue]
+    progress.skipped += result.skipped
+    progress.nan += not math.isfinite(result.loss)
+
+
+def _require_number(cfg: RunConfig, iteration: int, result: StepResult) -> None:
+    # Under fp16 an overflow is the scaler's business: the step was skipped and the scale halved.
+    if cfg.training.check_for_nan_in_loss and not cfg.transformer.fp16 and not math.isfinite(result.loss):
+        raise SuiteError(
+            f"the loss of iteration {iteration} is not a number",
+            got=result.loss,
+            fix="resume from the last save with a lower --lr; --no-check-for-nan-in-loss-and-grad goes on regardless",
+        )
+
+
+def _must_stop(cfg: RunConfig, iteration: int, started: float) -> bool:
+    if _due(cfg.training.exit_interval, iteration):
+        return True
+    limit = cfg.training.exit_duration_in_mins
+    if limit is None:
+        return False
+    over = torch.tensor([float(time.monotonic() - started > 60 * limit)], device=current().torch_device)
+    dist.all_reduce(over, dist.ReduceOp.MAX)
+    return bool(over.item())
+
+
+def _evaluate(run: Run, objective: Objective, hooks: Hooks, reporter: Reporter, split: str) -> None:
+    iterations = run.cfg.training.eval_iters
+    if split in hooks.held_out and iterations > 0:
+        reporter.valid(run.progress, evaluate(run, objective, hooks.held_out[split](), iterations), split)
+    reporter.resume_clock()

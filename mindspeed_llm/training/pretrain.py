@@ -1,0 +1,95 @@
+"""A whole pretraining run, from configuration to exported model."""
+
+from __future__ import annotations
+
+import logging
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import mindspeed_llm
+from mindspeed_llm.config.resolve import format_non_default
+from mindspeed_llm.config.run import RunConfig
+from mindspeed_llm.device import current
+from mindspeed_llm.training.initialize import finalize, initialize
+from mindspeed_llm.training.loop import Hooks, total_iterations, train
+from mindspeed_llm.training.objective import pretraining
+from mindspeed_llm.training.report import Reporter
+from mindspeed_llm.training.save_load import load_checkpoint, save_checkpoint
+from mindspeed_llm.training.setup import setup
+from mindspeed_llm.training.state import Run
+from mindspeed_llm.training.streams import open_streams
+from mindspeed_llm.training.weights import Origin, export_hf, family_of, find_origin, load_from_hf
+
+logger = logging.getLogger(__name__)
+
+
+def pretrain(cfg: RunConfig) -> None:
+    """Run ``cfg`` from start to end. Collective over the processes of the launcher.
+
+    Raises:
+        SuiteError: anything that the user can mend, before time is spent wherever it can be known then.
+    """
+    origin = find_origin(cfg)
+    if cfg.checkpoint.save_hf is not None:
+        family_of(cfg)
+    initialize(cfg)
+    if dist.get_rank() == 0:
+        logger.info("configuration, values that are not defaults:\n%s", format_non_default(cfg))
+    run = _set_up(cfg, origin)
+    total = total_iterations(cfg)
+    empty = total == 0 and not cfg.training.skip_train
+    streams, held_out = ([], {}) if empty else open_streams(cfg, len(run.chunks), run.progress.consumed_samples)
+    reporter = Reporter(cfg, total)
+    reporter.start(_start_row(run, origin, total))
+    train(run, pretraining, Hooks(streams, held_out, lambda portable: _save(run, portable), _exporter(run)), reporter)
+    reporter.close()
+    finalize()
+
+
+def _set_up(cfg: RunConfig, origin: Origin) -> Run:
+    folder = origin.folder
+    if origin.kind == "hf" and folder is not None:
+        return setup(cfg, lambda chunks: load_from_hf(cfg, folder, chunks))
+    run = setup(cfg)
+    if origin.kind == "checkpoint" and folder is not None:
+        load_checkpoint(run, folder, origin.iteration)
+    return run
+
+
+def _save(run: Run, portable: bool) -> None:
+    if run.cfg.checkpoint.save is not None:
+        save_checkpoint(run, portable=portable)
+
+
+def _exporter(run: Run):  # noqa: ANN202  a closure
+    def export(last: bool) -> None:
+        target = run.cfg.checkpoint.save_hf
+        if target is not None:
+            export_hf(run, Path(target) if last else Path(target) / f"iter_{run.progress.iteration:07d}")
+
+    return export
+
+
+def _start_row(run: Run, origin: Origin, total: int) -> dict[str, object]:
+    parameters = torch.tensor(
+        [sum(p.numel() for chunk in run.chunks for p in chunk.parameters())], device=current().torch_device
+    )
+    dist.all_reduce(parameters)
+    return {
+        "iteration": run.progress.iteration,
+        "train_iters": total,
+        "load": origin.kind,
+        "world_size": dist.get_world_size(),
+        "data_parallel_size": run.cfg.distributed.data_parallel_size,
+        "parameters_held_by_all_ranks": int(parameters),
+        "device": current().type,
+        "versions": {
+            "mindspeed_llm": mindspeed_llm.__version__,
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("torch", "megatron-core")},
+        },
+    }

@@ -1,0 +1,63 @@
+"""Streams of micro-batches for a run, from the datasets that its configuration names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from mindspeed_llm.config.run import RunConfig
+from mindspeed_llm.data.batches import build_data_iterator, get_batch
+from mindspeed_llm.data.datasets import build_datasets, rank_needs_data, split_sizes, tokenizer_of
+from mindspeed_llm.training.loop import Streams
+from mindspeed_llm.training.objective import Batch
+
+
+def open_streams(
+    cfg: RunConfig, chunks: int, consumed_samples: int
+) -> tuple[Streams, Mapping[str, Callable[[], Streams]]]:
+    """The training stream and openers of the held-out ones. Collective.
+
+    Args:
+        cfg: the run.
+        chunks: model chunks of this rank, each of which reads the same samples.
+        consumed_samples: where training goes on.
+
+    Returns:
+        Streams of training; split name -> opener, for the held-out splits that hold samples.
+    """
+    tokenizer = tokenizer_of(cfg)
+    needed = rank_needs_data(cfg)
+    built = build_datasets(
+        cfg, tokenizer, split_sizes(cfg), is_built_on_rank=lambda: needed or dist.get_rank() == 0
+    )
+    stages: list[int | None] = [None] if chunks == 1 else list(range(chunks))
+
+    def open_split(dataset: Any, consumed: int) -> Streams:
+        return [
+            _micro_batches(build_data_iterator(dataset if needed else None, cfg, consumed), cfg, tokenizer.eod, stage)
+            for stage in stages
+        ]
+
+    training, *held_out = built
+    total = cfg.training.train_iters or cfg.training.train_samples
+    train = open_split(training, consumed_samples) if total else []
+    return train, {
+        split: partial(open_split, dataset, 0)
+        for split, dataset in zip(("valid", "test"), held_out, strict=True)
+        if _anywhere(dataset is not None)
+    }
+
+
+def _micro_batches(samples: Any, cfg: RunConfig, eod: int, stage: int | None) -> Iterator[Batch]:
+    while True:
+        yield get_batch(samples, cfg, eod=eod, vp_stage=stage)
+
+
+def _anywhere(here: bool) -> bool:
+    """Whether any rank says so: ranks that read nothing build nothing. Collective."""
+    said: list[bool] = [False] * dist.get_world_size()
+    dist.all_gather_object(said, here)
+    return any(said)

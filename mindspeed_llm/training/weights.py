@@ -1,0 +1,133 @@
+"""Where a run's weights come from and go to: Hugging Face folders, checkpoints, or nowhere."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from megatron.core import parallel_state
+
+from mindspeed_llm.checkpoint import hf_io, mcore_io
+from mindspeed_llm.checkpoint.engine import ParallelGroups, load_hf_weights, save_hf
+from mindspeed_llm.config.run import RunConfig
+from mindspeed_llm.core.build import model_dtype
+from mindspeed_llm.errors import CheckpointError, ConfigError
+from mindspeed_llm.models.family import ModelFamily
+from mindspeed_llm.models.registry import family_by_name
+from mindspeed_llm.training.state import Run
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What ``--load`` turned out to be.
+
+    Attributes:
+        kind: ``random``: nothing is loaded; ``hf``: a Hugging Face folder; ``checkpoint``: one of our own.
+        folder: where it is.
+        iteration: of the checkpoint.
+    """
+
+    kind: Literal["random", "hf", "checkpoint"]
+    folder: Path | None = None
+    iteration: int = 0
+
+
+def find_origin(cfg: RunConfig) -> Origin:
+    """Decide what ``--load`` is, before a model is built; never random weights unless that was asked for.
+
+    An absent or empty folder means "start here" only in the restart idiom, where ``--load`` equals ``--save``.
+
+    Raises:
+        CheckpointError: the folder is missing, or is neither a Hugging Face folder nor a checkpoint.
+    """
+    checkpoint = cfg.checkpoint
+    if checkpoint.load is None:
+        return Origin("random")
+    folder = Path(checkpoint.load)
+    if folder.is_dir():
+        if hf_io.is_hf_folder(folder):
+            return Origin("hf", folder)
+        if checkpoint.ckpt_step is not None:
+            mcore_io.require_save(folder, checkpoint.ckpt_step)
+            return Origin("checkpoint", folder, checkpoint.ckpt_step)
+        iteration = mcore_io.latest_iteration(folder)
+        if iteration is not None:
+            return Origin("checkpoint", folder, iteration)
+    saves = sorted(path.name for path in folder.glob("iter_*")) if folder.is_dir() else []
+    restart = checkpoint.save is not None and folder.resolve() == Path(checkpoint.save).resolve()
+    if restart and not saves and not checkpoint.exit_on_missing_checkpoint:
+        logger.warning("--load and --save are both %s and it holds no checkpoint: starting from random weights", folder)
+        return Origin("random")
+    found = sorted(path.name for path in folder.iterdir())[:6] if folder.is_dir() else "no such folder"
+    raise CheckpointError(
+        f"--load {folder} is neither a Hugging Face folder nor a checkpoint folder",
+        got=found,
+        allowed=f"a folder with config.json and weights, or one with {mcore_io.TRACKER}",
+        fix="correct --load; drop it to train from random weights; --ckpt-step N takes a save without the tracker",
+    )
+
+
+def family_of(cfg: RunConfig) -> ModelFamily:
+    """The model family that reads and writes this run's Hugging Face folders.
+
+    Raises:
+        ConfigError: nothing says which it is.
+    """
+    if cfg.model.model_type_hf is None:
+        raise ConfigError(
+            "nothing says which Hugging Face model this is",
+            fix="--load a Hugging Face folder, or name the architecture with --hf-config or --model-type-hf",
+        )
+    return family_by_name(cfg.model.model_type_hf)
+
+
+def load_from_hf(cfg: RunConfig, folder: Path, chunks: list[Any]) -> None:
+    """Fill this rank's chunks from a Hugging Face folder."""
+    load_hf_weights(
+        chunks,
+        family_of(cfg),
+        folder,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+        cfg=cfg,
+    )
+
+
+def parallel_groups() -> ParallelGroups:
+    """This rank's groups, as the conversion engine takes them."""
+    return ParallelGroups(
+        tp=parallel_state.get_tensor_model_parallel_group(),
+        pp=parallel_state.get_pipeline_model_parallel_group(),
+        dp=parallel_state.get_data_parallel_group(with_context_parallel=True),
+    )
+
+
+def hf_source(cfg: RunConfig) -> Path | None:
+    """The Hugging Face folder that the run's architecture came from: its tokenizer goes along on export."""
+    for given in (cfg.checkpoint.load, cfg.model.hf_config):
+        if given is None:
+            continue
+        folder = Path(given) if Path(given).is_dir() else Path(given).parent
+        if (folder / hf_io.CONFIG).exists():
+            return folder
+    return None
+
+
+def export_hf(run: Run, folder: Path) -> None:
+    """Write the run's weights as a Hugging Face folder. Collective."""
+    cfg = run.cfg
+    if cfg.value("overlap_param_gather"):
+        # Without the next forward pass, gathered parameters still hold the values before the update.
+        for chunk in run.chunks:
+            chunk.start_param_sync(force_sync=True)
+    dtype = model_dtype(cfg) if cfg.checkpoint.params_dtype is None else _DTYPES[cfg.checkpoint.params_dtype]
+    save_hf(
+        run.chunks, family_of(cfg), cfg, folder, dtype=dtype, groups=parallel_groups(), source=hf_source(cfg)
+    )
