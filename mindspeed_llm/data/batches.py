@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import torch
-from megatron.core import parallel_state
 from torch.utils.data import DataLoader, Dataset
 
 import mindspeed_llm.core  # noqa: F401 - the device seam comes before megatron.core
@@ -14,6 +13,8 @@ from mindspeed_llm.config.run import RunConfig
 from mindspeed_llm.data.datasets import stage_needs_batch
 from mindspeed_llm.data.sampler import DataParallelCut, SequentialSampler, ShuffledSampler
 from mindspeed_llm.errors import DataError
+
+from megatron.core import parallel_state
 
 Sample = Mapping[str, torch.Tensor]
 Batch = dict[str, torch.Tensor | None]

@@ -17,10 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core import parallel_state
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.datasets.utils import Split
 
 import mindspeed_llm.core  # noqa: F401 - the device seam comes before megatron.core
 from mindspeed_llm.config.data import DataConfig
@@ -30,6 +26,11 @@ from mindspeed_llm.data.indices import Epochs, Indices, build_indices, load_indi
 from mindspeed_llm.data.manifest import check_tokenizer
 from mindspeed_llm.data.tokenizer import NULL_TYPE, Tokenizer, build_tokenizer
 from mindspeed_llm.errors import DataError
+
+from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.utils import Split
 
 logger = logging.getLogger(__name__)
 

@@ -166,9 +166,7 @@ def read_index(prefix: str) -> IndexSummary:
     index, data = idx_path(prefix), bin_path(prefix)
     for path in (index, data):
         if not path.is_file():
-            raise DataError(
-                "The indexed dataset is incomplete.", got=f"{path} does not exist", fix=_missing_fix(prefix)
-            )
+            raise DataError("A file of the dataset is missing.", got=f"{path} does not exist", fix=_missing_fix(prefix))
     with open(index, "rb") as stream:
         header = stream.read(HEADER_BYTES)
     if len(header) < HEADER_BYTES or not header.startswith(MAGIC):

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from megatron.core.datasets import helpers
-from megatron.core.datasets.gpt_dataset import _build_document_index, _build_shuffle_index
 
 import mindspeed_llm.core  # noqa: F401 - the device seam comes before megatron.core
+
+from megatron.core.datasets import helpers
+from megatron.core.datasets.gpt_dataset import _build_document_index, _build_shuffle_index
 
 logger = logging.getLogger(__name__)
 

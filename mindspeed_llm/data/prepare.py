@@ -296,7 +296,7 @@ def _encode_in_worker(block: Block) -> EncodedBlock:
 
 
 def _encode_all(blocks: Iterator[Block], encoder: BlockEncoder, workers: int) -> Iterator[EncodedBlock]:
-    """Encode blocks in order; with workers, at most a few are under way, so that memory does not grow with the input."""
+    """Encode blocks in order; only a few are under way, so that memory does not grow with the input."""
     if workers <= 1:
         yield from map(encoder.encode, blocks)
         return

@@ -54,7 +54,7 @@ class SequentialSampler(Sampler[list[int]]):
         if consumed_samples + cut.stride > total_samples:
             raise DataError(
                 "There are no samples left to train on.",
-                got=f"{consumed_samples} of {total_samples} samples are consumed, a step of all ranks needs {cut.stride}",
+                got=f"{consumed_samples} of {total_samples} samples are consumed, all ranks together take {cut.stride}",
                 fix="more data, a smaller batch, or fewer iterations",
             )
         self.total_samples = total_samples

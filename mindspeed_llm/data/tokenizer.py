@@ -115,8 +115,14 @@ class TextTokenizer:
 
     @cached_property
     def hash(self) -> str:
-        """Identity: equal for tokenizers that give the same ids, however their files are laid out."""
-        return hashlib.sha256(self.backend.to_str().encode()).hexdigest()
+        """Identity: equal for tokenizers that give the same ids, however their files are laid out.
+
+        Of the post-processor only what it adds counts: transformers writes an empty one where there was none.
+        """
+        parts = json.loads(self.backend.to_str())
+        content = {name: parts[name] for name in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
+        content["framed"] = self.backend.encode("a").ids
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, str]:
