@@ -107,7 +107,7 @@ def batches(values: Values, given: Given) -> Changes:
         return {}
     size = values["world_size"] // model_parallel
     changes: Changes = {"data_parallel_size": size}
-    if values["global_batch_size"] is None and values["micro_batch_size"] is not None:
+    if values["global_batch_size"] is None and values["micro_batch_size"]:
         changes["global_batch_size"] = values["micro_batch_size"] * size
     return changes
 

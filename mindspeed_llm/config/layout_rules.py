@@ -201,7 +201,7 @@ def heads_fill_the_ranks(cfg: RunConfig) -> Iterator[ConfigError]:
                 allowed=f"a divisor of {heads}",
                 fix="--num-query-groups",
             )
-        if groups % tensor and tensor % groups:
+        if heads % tensor == 0 and groups % tensor and tensor % groups:
             yield ConfigError(
                 "the key-value groups can be neither shared equally by the tensor-parallel ranks nor copied equally",
                 got=f"{groups} groups, {tensor} ranks",
