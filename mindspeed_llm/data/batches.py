@@ -1,8 +1,12 @@
 """From datasets to the batch of one micro-step: loading, sharing in the tensor-parallel group, document boundaries."""
 
+# megatron-core is untyped, and most here is its objects.
+# pyright: basic
+
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -151,32 +155,30 @@ def document_mask(tokens: torch.Tensor, eod: int) -> torch.Tensor:
 def _next_packed(iterator: Iterator[Sample] | None, shape: tuple[int, int]) -> torch.Tensor:
     """The next micro-batch of tensor-parallel rank 0 as int64 ``[1 + 4 b s]``: whether there is one, then its fields.
 
-    Other ranks get room for it.
+    Other ranks get room for it. On rank 0 the buffer is still in the CPU's memory.
     """
     size = 1 + len(_FIELDS) * shape[0] * shape[1]
-    target = device.current().torch_device
     if parallel_state.get_tensor_model_parallel_rank() != 0:
-        return torch.empty(size, dtype=torch.int64, device=target)
+        return torch.empty(size, dtype=torch.int64, device=device.current().torch_device)
     if iterator is None:
         raise RuntimeError("tensor-parallel rank 0 of a stage that uses batches was given no iterator")
     sample = next(iterator, None)
     if sample is None:
-        return torch.full((size,), _EXHAUSTED, dtype=torch.int64, device=target)
-    packed = torch.cat([torch.tensor([_OK]), *(_to_int64(sample[name]).reshape(-1) for name in _FIELDS)])
-    return packed.to(target, non_blocking=True)
+        return torch.full((size,), _EXHAUSTED, dtype=torch.int64)
+    return torch.cat([torch.tensor([_OK]), *(_to_int64(sample[name]).reshape(-1) for name in _FIELDS)])
 
 
 def _share(packed: torch.Tensor, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
     """Send the buffer of tensor-parallel rank 0 to its group and take it apart."""
+    shared = packed.to(device.current().torch_device)
     if parallel_state.get_tensor_model_parallel_world_size() > 1:
-        torch.distributed.broadcast(
-            packed,
-            parallel_state.get_tensor_model_parallel_src_rank(),
-            group=parallel_state.get_tensor_model_parallel_group(),
-        )
-    if packed[0] == _EXHAUSTED:
+        group: Any = parallel_state.get_tensor_model_parallel_group()
+        torch.distributed.broadcast(shared, parallel_state.get_tensor_model_parallel_src_rank(), group=group)
+    # Reading a value back from an accelerator would stall its queue in every micro-step: there, rank 0 alone knows,
+    # and its exit ends the others.
+    if packed.device.type == "cpu" and packed[0] == _EXHAUSTED:
         raise DataError("The data is used up before training ended.", fix="more data, or fewer iterations")
-    fields = dict(zip(_FIELDS, packed[1:].view(len(_FIELDS), *shape).unbind(), strict=True))
+    fields: dict[str, torch.Tensor] = dict(zip(_FIELDS, shared[1:].view(len(_FIELDS), *shape).unbind(), strict=True))
     fields["loss_mask"] = fields["loss_mask"].to(torch.int32).view(torch.float32)
     return fields
 

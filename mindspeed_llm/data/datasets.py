@@ -4,6 +4,9 @@ Sample ``i`` is what megatron-core's ``GPTDataset`` gives. Checks come first and
 on one rank between megatron-core's barriers leaves the others waiting.
 """
 
+# megatron-core is untyped, and most here is its objects.
+# pyright: basic
+
 from __future__ import annotations
 
 import hashlib
@@ -30,6 +33,7 @@ from mindspeed_llm.errors import DataError
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
 
 logger = logging.getLogger(__name__)
@@ -77,6 +81,7 @@ class PretrainDataset(GPTDataset):
     """megatron-core's GPTDataset with our indices (``data.indices``): same samples, safer cache, also unshuffled."""
 
     config: PretrainDatasetConfig
+    dataset: IndexedDataset
 
     @staticmethod
     def _key_config_attributes() -> list[str]:
@@ -150,7 +155,7 @@ def stage_needs_batch(cfg: RunConfig, vp_stage: int | None = None) -> bool:
     """
     if cfg.data.reset_attention_mask:
         return True
-    virtual = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+    virtual: dict[str, Any] = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     return parallel_state.is_pipeline_first_stage(**virtual) or parallel_state.is_pipeline_last_stage(**virtual)
 
 
@@ -302,12 +307,10 @@ def _prefix(word: str) -> str:
 
 def _drop_unwanted_splits(config: PretrainDatasetConfig, sizes: Sequence[int]) -> None:
     """Build nothing where nothing is read: megatron-core would look for ever for an epoch of an empty split."""
-    for split in Split:
-        if sizes[split.value] == 0:
-            if config.split_matrix is not None:
-                config.split_matrix[split.value] = None  # pyright: ignore[reportArgumentType] - Optional upstream too
-            if config.blend_per_split is not None:
-                config.blend_per_split[split.value] = None
+    unwanted = [split.value for split in Split if sizes[split.value] == 0]
+    for parts in (config.split_matrix, config.blend_per_split):
+        if parts is not None:
+            parts[:] = [None if number in unwanted else part for number, part in enumerate(parts)]  # pyright: ignore
 
 
 def _check_sources(config: PretrainDatasetConfig, tokenizer: Tokenizer, sizes: Sequence[int]) -> dict[str, str]:

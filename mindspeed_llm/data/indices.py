@@ -10,6 +10,9 @@ megatron-core has one rank write the cache and lets all others fail where they c
 shuffling; that is why its method is replaced.
 """
 
+# megatron-core is untyped, and most here is its objects.
+# pyright: basic
+
 from __future__ import annotations
 
 import logging

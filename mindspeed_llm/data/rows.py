@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from mindspeed_llm.errors import DataError
 
@@ -139,11 +139,12 @@ def _parse_json_row(raw: bytes, keys: list[str]) -> tuple[list[str] | None, str 
         return None, "broken JSON: nested too deeply"
     if not isinstance(value, dict):
         return None, f"not a JSON object but {_json_type(value)}"
+    fields = cast("dict[str, object]", value)
     row: list[str] = []
     for key in keys:
-        if key not in value:
+        if key not in fields:
             return None, f"no key {key!r}"
-        text = value[key]
+        text = fields[key]
         if not isinstance(text, str):
             return None, f"{key!r} is {_json_type(text)}, not text"
         if not text:
@@ -177,5 +178,5 @@ def _has_surrogate(text: str) -> bool:
 def _json_type(value: object) -> str:
     if value is None:
         return "null"
-    names = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
-    return names[type(value)]
+    names: dict[type, str] = {bool: "true or false", str: "text", list: "a list", dict: "an object"}
+    return names.get(type(value), "a number")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch.utils.data import Sampler
@@ -100,7 +101,8 @@ class ShuffledSampler(Sampler[list[int]]):
                 wanted, start = divmod(position + len(batch), self.total_samples)
                 if wanted != epoch:
                     epoch, order = wanted, self._permutation(wanted)
-                batch += order[start : start + self.cut.micro_batch_size - len(batch)].tolist()
+                piece = order[start : start + self.cut.micro_batch_size - len(batch)]
+                batch += cast("list[int]", piece.tolist())
             yield batch
             position += self.cut.stride
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from mindspeed_llm.errors import DataError
 
@@ -195,14 +195,14 @@ def build_tokenizer(kind: str, path: str | Path | None, vocab_size: int | None =
     return load_tokenizer(path)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, object]:
     if not path.is_file():
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise DataError("A file of the tokenizer is not valid JSON.", got=f"{path}: {error}") from error
-    return value if isinstance(value, dict) else {}
+    return cast("dict[str, object]", value) if isinstance(value, dict) else {}
 
 
 def _special_ids(folder: Path, backend: RustTokenizer) -> dict[str, int]:
@@ -210,18 +210,27 @@ def _special_ids(folder: Path, backend: RustTokenizer) -> dict[str, int]:
     ids: dict[str, int] = {}
     for source in (_read_json(folder / "tokenizer_config.json"), _read_json(folder / "special_tokens_map.json")):
         for role in _ROLES:
-            token = source.get(role)
-            if isinstance(token, dict):
-                token = token.get("content")
-            if role not in ids and isinstance(token, str):
-                found = backend.token_to_id(token)
-                if found is not None:
-                    ids[role] = found
+            token = _content(source.get(role))
+            found = backend.token_to_id(token) if token is not None else None
+            if role not in ids and found is not None:
+                ids[role] = found
     config = _read_json(folder / "config.json")
     for role in ("bos_token", "eos_token", "pad_token"):
-        number = config.get(f"{role}_id")
-        if isinstance(number, list) and number:
-            number = number[0]
-        if role not in ids and isinstance(number, int):
+        number = _first_number(config.get(f"{role}_id"))
+        if role not in ids and number is not None:
             ids[role] = number
     return ids
+
+
+def _content(token: object) -> str | None:
+    """The text of a special token, which is written as it is or as an object."""
+    if isinstance(token, dict):
+        token = cast("dict[str, object]", token).get("content")
+    return token if isinstance(token, str) else None
+
+
+def _first_number(value: object) -> int | None:
+    """An id, or the first of several."""
+    if isinstance(value, list) and value:
+        value = cast("list[object]", value)[0]
+    return value if isinstance(value, int) else None
