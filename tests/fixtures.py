@@ -1,7 +1,7 @@
 """Tiny Hugging Face models and a byte tokenizer, made on the spot and kept for the session.
 
-Every weight is drawn anew (norms around 1, the rest N(0, 0.05)), so that a tensor that is dropped, swapped or transposed
-cannot go unseen. Vocabulary 328 needs no padding at the usual test settings; 323 is odd on purpose.
+Every weight is drawn anew (norms around 1, the rest N(0, 0.05)), so that a tensor that is dropped, swapped or
+transposed cannot go unseen. Vocabulary 328 needs no padding at the usual test settings; 323 is odd on purpose.
 """
 
 from __future__ import annotations
@@ -44,6 +44,17 @@ _LLAMA3 = _rope(
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "q25": ("Qwen2", {**_rope(), "tie_word_embeddings": False}),
     "q25tied": ("Qwen2", {**_rope(), "tie_word_embeddings": True}),
+    # Layers 2 and 3 see eight tokens.
+    "q25window": (
+        "Qwen2",
+        {
+            **_rope(),
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 2,
+            "tie_word_embeddings": False,
+        },
+    ),
     "llama31": ("Llama", {**_LLAMA3, "head_dim": 16, "tie_word_embeddings": False}),
     "llama32tied": ("Llama", {**_LLAMA3, "head_dim": 32, "tie_word_embeddings": True}),
     "llamalin": ("Llama", {**_rope("linear", 1e4, factor=8.0), "tie_word_embeddings": False}),

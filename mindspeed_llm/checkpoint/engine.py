@@ -35,6 +35,7 @@ from mindspeed_llm.models.family import ModelFamily, Replicated, Vocab, values_o
 logger = logging.getLogger(__name__)
 
 _LAYER = re.compile(r"(.*?\bdecoder\.layers\.)(\d+)(\..*)")
+_LAYER_PREFIX = re.compile(r"(.*?\bdecoder\.layers\.\d+\.)")
 _SHOWN = 4
 
 
@@ -155,6 +156,9 @@ def plan_load(
     unmapped = [name for name in stored if name not in known and name not in table.tied and not table.is_dropped(name)]
     problems.add("in the checkpoint, but not in the model", *unmapped)
     problems.add("in the model, but made of nothing", *(name for name in live if name not in table.entries))
+    held = {match[1] for name in live if (match := _LAYER_PREFIX.match(name))}
+    lacking = [name for name in table.entries if _in_layers(name, held) and name not in live]
+    problems.add("in the family's table, but not in the model", *lacking)
     used = [name for name in expected if name in stored]
     problems.add(
         "not plain floating point",
@@ -168,6 +172,11 @@ def plan_load(
             )
     problems.check("the checkpoint does not fit the model", fix="check that config.json belongs to these weights")
     return entries
+
+
+def _in_layers(name: str, layers: set[str]) -> bool:
+    match = _LAYER_PREFIX.match(name)
+    return match is not None and match[1] in layers
 
 
 def _castable(dtype: torch.dtype) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 from mindspeed_llm.errors import ConversionError
 from mindspeed_llm.models.blocks import DENSE_GQA, EMBEDDING_AND_HEAD, PRE_NORM_BLOCK, QKV_BIAS
-from mindspeed_llm.models.family import Const, Derived, ModelFamily, Values
+from mindspeed_llm.models.family import Const, Derived, Expect, ModelFamily, Values
 
 
 def _window_to_values(hf_config: Values) -> dict[str, Any]:
@@ -60,6 +60,7 @@ FAMILY = ModelFamily(
     config=(
         *DENSE_GQA,
         Const(add_qkv_bias=True, add_bias_linear=False),
+        Expect("use_mrope", False, None, why="text only: positions have one axis"),
         Derived(
             "use_sliding_window",
             "sliding_window",

@@ -22,15 +22,23 @@ from megatron.core import parallel_state
 def configuration(folder: Path, **flags: Any) -> RunConfig:
     hf_config = hf_io.read_config(folder)
     values = family_for(hf_config).config_to_values(hf_config)
-    common = {"micro_batch_size": 1, "seq_length": 32, "train_iters": 1, "lr": 1e-3, "use_cpu_initialization": True}
+    common = {
+        "micro_batch_size": 1,
+        "global_batch_size": 8,
+        "seq_length": 32,
+        "train_iters": 1,
+        "lr": 1e-3,
+        "use_cpu_initialization": True,
+    }
     return from_values({**values, **common, **flags}, world_size=dist.get_world_size())
 
 
 def parallel_groups() -> engine.ParallelGroups:
+    groups: Any = parallel_state
     return engine.ParallelGroups(
-        tp=parallel_state.get_tensor_model_parallel_group(),
-        pp=parallel_state.get_pipeline_model_parallel_group(),
-        dp=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        tp=groups.get_tensor_model_parallel_group(),
+        pp=groups.get_pipeline_model_parallel_group(),
+        dp=groups.get_data_parallel_group(with_context_parallel=True),
     )
 
 

@@ -91,7 +91,8 @@ def test_a_sharded_export_loads_in_transformers_with_nothing_missing(pool: Pool,
 
     folder, out = hf_folder("q25", VOCAB), tmp_path / "out"
     pool.run(f"{CASES}:round_trip", 2, folder=folder, out=out, wrapped=False, pipeline_model_parallel_size=2)
-    model, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    loading: Any = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    model, info = loading
     assert not any(info.values())
     assert_same(dict(model.state_dict()), reference(folder))
     index = json.loads((out / "model.safetensors.index.json").read_text())
