@@ -417,6 +417,7 @@ def save_hf(
     dtype: torch.dtype,
     groups: ParallelGroups,
     source: str | os.PathLike[str] | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
     max_shard_bytes: int = hf_io.DEFAULT_SHARD_BYTES,
 ) -> None:
     """Writes a folder that transformers loads; it appears whole or not at all.
@@ -426,8 +427,8 @@ def save_hf(
 
     Args:
         dtype: of the weights on disk, also written into config.json.
-        source: the folder the run started from; its tokenizer, chat template, generation settings and token ids go
-            along.
+        source: the folder the run started from; its generation settings and token ids go along, and its tokenizer
+            with the chat template unless ``tokenizer`` names the folder of another.
 
     Raises:
         CheckpointError: see :func:`check_export`; or the stages do not see one file system.
@@ -446,7 +447,9 @@ def save_hf(
         if first:
             hf_io.write_json(hf_io.staging_folder(out) / hf_io.CONFIG, config)
             if source is not None:
-                hf_io.copy_companions(Path(source), hf_io.staging_folder(out))
+                hf_io.copy_companions(Path(source), hf_io.staging_folder(out), [hf_io.GENERATION])
+            if (words := tokenizer or source) is not None:
+                hf_io.copy_companions(Path(words), hf_io.staging_folder(out), hf_io.TOKENIZER_FILES)
             hf_io.publish(out)
             logger.info("wrote %s weights of %s to %s", config["dtype"], family.name, out)
     _barrier(groups)

@@ -23,12 +23,11 @@ from mindspeed_llm.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-CONFIG = "config.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
 SAFE_SINGLE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 BIN_SINGLE, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 DEFAULT_SHARD_BYTES = 5 * 10**9
-COMPANIONS = (
-    "generation_config.json",
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -41,7 +40,7 @@ COMPANIONS = (
     "chat_template.json",
     "additional_chat_templates",
 )
-"""What an export takes over unchanged from the folder the run started from."""
+"""What a tokenizer may consist of, chat templates included."""
 
 _DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -350,9 +349,9 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
         _sync_file(file)
 
 
-def copy_companions(source: Path, folder: Path) -> None:
-    """Tokenizer, chat template and generation settings of ``source``, as they are."""
-    for name in COMPANIONS:
+def copy_companions(source: Path, folder: Path, names: Sequence[str]) -> None:
+    """Files and folders ``names`` of ``source``, those there are, as they are."""
+    for name in names:
         if (source / name).is_dir():
             shutil.copytree(source / name, folder / name)
         elif (source / name).is_file():
@@ -382,11 +381,11 @@ def check_destination(out_dir: Path, source: Path | None) -> None:
     """Refuses a place whose content an export would destroy.
 
     Raises:
-        CheckpointError: it is the input folder (or holds it, or lies in it), a file, or a folder of someone else.
+        CheckpointError: it is the input folder or holds it, a file, or a folder of someone else.
     """
     if source is not None:
-        inside, outside = out_dir.resolve(), source.resolve()
-        if inside == outside or inside in outside.parents or outside in inside.parents:
+        out, given = out_dir.resolve(), source.resolve()
+        if out == given or out in given.parents:
             raise CheckpointError("the export would overwrite its input", got=out_dir, fix="give another folder")
     if not out_dir.exists():
         return

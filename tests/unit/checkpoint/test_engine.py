@@ -243,7 +243,7 @@ def test_where_an_export_may_go(tmp_path: Path) -> None:
             model.get_parameter("decoder.final_layernorm.weight").add_(change)
         save_hf([model], family, cfg, out, dtype=torch.float32, groups=ParallelGroups(), source=folder)
 
-    for place in (folder, folder / "sub", tmp_path):
+    for place in (folder, folder / "..", tmp_path / "x" / ".." / "in"):
         with pytest.raises(CheckpointError, match="overwrite its input"):
             save(place)
     foreign = tmp_path / "foreign"
@@ -261,6 +261,18 @@ def test_where_an_export_may_go(tmp_path: Path) -> None:
     save(out, change=1.0)
     assert torch.equal(load_file(out / "model.safetensors")["model.norm.weight"], before + 1.0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["foreign", "in", "out"]
+
+
+def test_a_run_with_a_tokenizer_of_its_own_exports_that_one(tmp_path: Path) -> None:
+    folder, other = hf_folder("q25", VOCAB), tmp_path / "words"
+    model, family, cfg = loaded(folder)
+    other.mkdir()
+    (other / "tokenizer.json").write_text("{}")
+    out, groups = tmp_path / "out", ParallelGroups()
+    save_hf([model], family, cfg, out, dtype=torch.float32, groups=groups, source=folder, tokenizer=other)
+    assert (out / "tokenizer.json").read_text() == "{}"
+    assert (out / "generation_config.json").read_bytes() == (folder / "generation_config.json").read_bytes()
+    assert not (out / "chat_template.jinja").exists()
 
 
 def test_an_interrupted_export_leaves_the_previous_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
