@@ -50,6 +50,3 @@ class CheckpointConfig:
 
     exit_on_missing_checkpoint: bool = False
     """Fail when the place to load from holds no checkpoint, even where it equals the place to save to."""
-
-    ckpt_format: Literal["torch", "torch_dist"] = "torch_dist"
-    """Format of checkpoints: megatron-core's distributed one, or one file for each rank."""

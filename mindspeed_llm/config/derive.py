@@ -98,6 +98,14 @@ def recomputation(values: Values, given: Given) -> Changes:
     return dict.fromkeys(("recompute_method", "recompute_num_layers", "recompute_modules")) if off else {}
 
 
+def no_steps(values: Values, given: Given) -> Changes:
+    """A run that only loads and saves needs neither batches nor a learning rate, but megatron-core wants them."""
+    if values["train_iters"] != 0 or values["skip_train"]:
+        return {}
+    wanted = {"micro_batch_size": 1, "lr": 0.0}
+    return {name: value for name, value in wanted.items() if values[name] is None}
+
+
 def batches(values: Values, given: Given) -> Changes:
     """Data-parallel size from the number of processes, and a global batch of one micro-batch on each."""
     model_parallel = (
@@ -155,6 +163,7 @@ DERIVATIONS: tuple[Derivation, ...] = (
     Derivation(sequence_parallel, "there is nothing to split with one tensor-parallel rank"),
     Derivation(architecture, "it follows from other values of the architecture"),
     Derivation(recomputation, "nothing is recomputed without --recompute-granularity"),
+    Derivation(no_steps, "a run of no steps needs none"),
     Derivation(batches, "it follows from the number of processes"),
     Derivation(schedules, "it follows from the length of the run"),
     Derivation(precision, "it follows from the number format"),

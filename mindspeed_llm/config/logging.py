@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -19,20 +18,8 @@ class LoggingConfig:
     peak_tflops: float | None = None
     """Peak of one rank in TFLOP/s, to print the part of it that the model uses (MFU)."""
 
-    log_params_norm: bool = False
-    """Compute and log the norm of all parameters."""
-
-    log_progress: bool = False
-    """Append what a run did (steps, checkpoints) to progress.txt in the save folder."""
-
     metrics_file: str | None = None
     """JSON lines file that metrics are appended to; by default metrics.jsonl in the save folder, if there is one."""
-
-    timing_log_level: Literal[0, 1, 2] = 0
-    """How finely phases of a step are timed: 0 only whole steps, 1 phases, 2 also repeated small ones."""
-
-    timing_log_option: Literal["max", "minmax", "all"] = "minmax"
-    """Times over ranks to log: the longest, longest and shortest, or all."""
 
     tensorboard_dir: str | None = None
     """Folder for TensorBoard files."""
@@ -42,9 +29,6 @@ class LoggingConfig:
 
     tensorboard_queue_size: int = 1000
     """TensorBoard points held in memory before they are written."""
-
-    log_timers_to_tensorboard: bool = False
-    """Send the timers to TensorBoard."""
 
     log_loss_scale_to_tensorboard: bool = True
     """Send the loss scale to TensorBoard."""

@@ -40,9 +40,6 @@ class ModelConfig:
     rotary_percent: float = 1.0
     """Part of each head's channels that is rotated, above 0 and up to 1."""
 
-    rotary_seq_len_interpolation_factor: float | None = None
-    """Divide rotary positions by this factor (linear interpolation to longer sequences)."""
-
     rope_scaling_type: Literal["linear", "dynamic", "yarn", "llama3"] | None = None
     """How the rotary frequencies are stretched to longer sequences."""
 

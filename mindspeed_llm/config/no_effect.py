@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 CHOSEN_AT_START = "the fastest implementation for the device is chosen when the run starts"
+CHECKPOINT_FORMAT = "checkpoints are written in megatron-core's distributed format"
 ALREADY_OFF = "it is always off here"
 
 
@@ -33,9 +34,12 @@ NO_EFFECT: Mapping[str, NoEffect] = MappingProxyType(
         "--no-async-tensor-model-parallel-allreduce": NoEffect("megatron-core ignores it"),
         "--no-position-embedding": NoEffect("--position-embedding-type says whether there is a table of positions"),
         "--enable-hf2mg-convert": NoEffect("--load takes a Hugging Face folder as it is"),
-        "--use-dist-ckpt": NoEffect("--ckpt-format says it"),
-        "--dist-ckpt-format": NoEffect("--ckpt-format says it", takes=1),
+        "--ckpt-format": NoEffect(CHECKPOINT_FORMAT, takes=1),
+        "--use-dist-ckpt": NoEffect(CHECKPOINT_FORMAT),
+        "--dist-ckpt-format": NoEffect(CHECKPOINT_FORMAT, takes=1),
         "--ckpt-fully-parallel-save": NoEffect("it is the default"),
+        "--tokenizer-not-use-fast": NoEffect("a tokenizer is always read by the fast implementation"),
+        "--trust-remote-code": NoEffect("code from a model's folder is never run"),
         "--local-rank": NoEffect("the launcher's environment tells the rank", takes=1),
         "--no-one-logger": NoEffect("there is no such service here"),
     }

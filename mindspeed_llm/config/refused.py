@@ -14,6 +14,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ("use --tensor-model-parallel-size", "model-parallel-size"),
     ("use --recompute-activations or --recompute-granularity", "checkpoint-activations"),
     ("use --config FILE", "yaml-cfg"),
+    ("use --rope-scaling-type linear with --rope-scaling-factor", "rotary-seq-len-interpolation-factor"),
     ("use --save-hf DIR, which writes a Hugging Face folder at the end", "enable-mg2hf-convert hf-cfg-dir"),
     ("use --save-hf DIR and --save-hf-interval N", "only-convert-last-checkpoint save-layer-by-layer mg-save-dir"),
     ("the layers come from the architecture; a spec module of another suite cannot be run here", "spec"),
@@ -116,7 +117,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         tokenizer-hf-* handler-name output-prefix workers append-eod pack per-dataset-sequences-path fim-*
         full-validation multiple-validation-sets phase-transition-iterations dataloader-fast-cache-load
         dataloader-defer-npy-index-mmap mid-level-dataset-surplus allow-ambiguous-pad-tokens return-document-ids
-        no-shuffle full-shuffle-instruction-dataset no-cut-token cut-max-seqlen""",
+        no-shuffle full-shuffle-instruction-dataset vocab-extra-ids no-cut-token cut-max-seqlen""",
     ),
     (
         "planned with the checkpoint features",
@@ -152,7 +153,8 @@ REFUSED: tuple[tuple[str, str], ...] = (
         ttp-enabled check-weight-hash-across-dp-replicas-interval train-sync-interval run-workload-inspector-server
         log-memory-interval log-device-memory-used log-energy dump-param-to-param-group-map config-logger-dir
         *barrier-with-* test-mode fake-process-group decrease-batch-size-if-needed exit-signal
-        exit-signal-handler-for-dataloader distributed-timeout-seconds-after-init""",
+        log-params-norm log-progress timing-log-* log-timers-to-tensorboard iterations-to-skip empty-unused-memory-level
+        *manual-gc-eval exit-signal-handler-for-dataloader distributed-timeout-seconds-after-init""",
     ),
     (
         "planned with the distributed features",

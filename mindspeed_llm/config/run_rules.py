@@ -22,7 +22,7 @@ POSITIVE = names(
 
 NOT_NEGATIVE = names(
     """train_iters train_samples eval_iters lr min_lr weight_decay clip_grad lr_warmup_iters
-    lr_warmup_samples lr_warmup_init num_workers seed init_method_std manual_gc_interval vocab_extra_ids
+    lr_warmup_samples lr_warmup_init num_workers seed init_method_std manual_gc_interval
     adam_eps"""
 )
 
@@ -98,7 +98,7 @@ def positions_fit(cfg: RunConfig) -> Iterator[ConfigError]:
     if not 0 < m.rotary_percent <= 1:
         yield ConfigError("--rotary-percent is out of range", got=m.rotary_percent, allowed="above 0, up to 1")
     rotary = m.position_embedding_type == "rope"
-    if not rotary and (m.rope_scaling_type or m.rotary_seq_len_interpolation_factor):
+    if not rotary and m.rope_scaling_type:
         yield ConfigError(
             "scaling of rotary positions needs rotary positions",
             got=f"--position-embedding-type {m.position_embedding_type}",
@@ -108,12 +108,6 @@ def positions_fit(cfg: RunConfig) -> Iterator[ConfigError]:
     if m.rope_scaling_type is not None:
         if m.rope_scaling_factor is None:
             yield ConfigError(f"{m.rope_scaling_type} scaling of positions needs a factor", fix="--rope-scaling-factor")
-        if m.rotary_seq_len_interpolation_factor is not None:
-            yield ConfigError(
-                "positions can be stretched in one way only",
-                got="--rope-scaling-type and --rotary-seq-len-interpolation-factor",
-                fix="leave one of them out",
-            )
     elif m.rope_scaling_factor is not None:
         yield ConfigError(
             "a scaling factor of positions needs a kind of scaling",
@@ -344,8 +338,6 @@ def files_have_a_place(cfg: RunConfig) -> Iterator[ConfigError]:
         yield ConfigError("--save-hf-interval has no folder to write to", fix="--save-hf DIR")
     if cfg.checkpoint.ckpt_step is not None and c.load is None:
         yield ConfigError("--ckpt-step names a checkpoint of --load", fix="--load DIR")
-    if cfg.logging.log_progress and c.save is None:
-        yield ConfigError("--log-progress writes into the save folder", fix="--save DIR")
 
 
 RUN_RULES = (

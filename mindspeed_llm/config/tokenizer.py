@@ -17,12 +17,3 @@ class TokenizerConfig:
 
     tokenizer_name_or_path: str | None = option(None, flags=("--tokenizer-model",))
     """Folder of a Hugging Face tokenizer, or its tokenizer.json."""
-
-    tokenizer_not_use_fast: bool = False
-    """Use the tokenizer's Python implementation rather than the fast one."""
-
-    trust_remote_code: bool = False
-    """Allow the tokenizer's folder to bring Python code that is run."""
-
-    vocab_extra_ids: int = 0
-    """Token ids added above the tokenizer's vocabulary."""

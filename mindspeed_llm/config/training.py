@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from mindspeed_llm.config.option import option
 
@@ -60,17 +59,8 @@ class TrainingConfig:
     exit_signal_handler: bool = False
     """Save and leave when SIGTERM arrives."""
 
-    iterations_to_skip: tuple[int, ...] = ()
-    """Steps whose batch is read but not trained on."""
-
     manual_gc: bool = False
     """Collect Python's garbage at fixed steps rather than whenever it likes, so that ranks pause together."""
 
     manual_gc_interval: int = 0
     """Steps between manual collections; 0 collects only at the start and around evaluation."""
-
-    manual_gc_eval: bool = True
-    """With manual collection: also collect around each evaluation."""
-
-    empty_unused_memory_level: Literal[0, 1, 2] = 0
-    """Return cached device memory in each step: 0 never, 1 once, 2 more often."""

@@ -233,7 +233,7 @@ def test_problems_of_all_sources_come_together(tmp_path: Path) -> None:
         ("--no-initialization", {"perform_initialization": False}),
         ("--no-create-attention-mask-in-dataloader", {"create_attention_mask_in_dataloader": False}),
         ("--no-mmap-bin-files", {"mmap_bin_files": False}),
-        ("--disable-manual-gc-eval", {"manual_gc_eval": False}),
+        ("--disable-log-loss-scale-to-tensorboard", {"log_loss_scale_to_tensorboard": False}),
         ("--no-load-optim --no-save-rng", {"no_load_optim": True, "no_save_rng": True}),
         (
             "--window-size (16,0) --window-attn-skip-freq [1,0]*2",
@@ -246,7 +246,7 @@ def test_problems_of_all_sources_come_together(tmp_path: Path) -> None:
         ("--untie-embeddings-and-output-weights", {"untie_embeddings_and_output_weights": True}),
         ("--group-query-attention", {"num_query_groups": 1}),
         ("--override-opt_param-scheduler", {"override_opt_param_scheduler": True}),
-        ("--data-cache-path c --iterations-to-skip 3 5", {"data_cache_path": "c", "iterations_to_skip": (3, 5)}),
+        ("--train-data-path 0.3 a 0.7 b --no-mock-data", {"train_data_path": ("0.3", "a", "0.7", "b")}),
     ],
 )
 def test_historical_spellings(argv: str, expected: dict[str, Any]) -> None:
@@ -265,9 +265,8 @@ DRAWN: dict[str, st.SearchStrategy[Any]] = {
     "lr_decay_style": st.sampled_from(["constant", "linear", "cosine", "inverse-square-root"]),
     "normalization": st.sampled_from(["LayerNorm", "RMSNorm"]),
     "save": st.text("abc/._-", min_size=1).filter(lambda text: not text.startswith("-")),
-    "iterations_to_skip": st.lists(st.integers(1, 9), min_size=1).map(tuple),
     "window_size": st.tuples(st.integers(1, 64), st.just(0)),
-    "manual_gc_eval": st.booleans(),
+    "mmap_bin_files": st.booleans(),
 }
 
 

@@ -60,6 +60,12 @@ def test_data_parallel_size_and_global_batch() -> None:
     assert cfg.training.global_batch_size == 12
 
 
+def test_a_run_of_no_steps_has_a_batch_of_one() -> None:
+    none = {name: value for name, value in TINY.items() if name != "micro_batch_size"}
+    assert from_values({**none, "train_iters": 0}, world_size=2).training.global_batch_size == 2
+    assert from_values({**none, "train_iters": 1}).training.micro_batch_size is None
+
+
 @pytest.mark.parametrize(
     "spelling", [{"num_layers_per_virtual_pipeline_stage": 1}, {"num_virtual_stages_per_pipeline_rank": 2}]
 )

@@ -134,16 +134,6 @@ CASES: list[tuple[int, dict[str, Any], str]] = [
         {"position_embedding_type": "rope", "rope_scaling_type": "llama3", "low_freq_factor": 4.0},
         "a low frequency factor below the high one",
     ),
-    (
-        1,
-        {
-            "position_embedding_type": "rope",
-            "rope_scaling_type": "linear",
-            "rope_scaling_factor": 2.0,
-            "rotary_seq_len_interpolation_factor": 2.0,
-        },
-        "stretched in one way only",
-    ),
     (1, {"bias_activation_fusion": True, "activation_func": "squared_relu"}, "no fused form of this activation"),
     (1, {"bias_activation_fusion": True, "add_bias_linear": False}, "gelu, plain, without bias"),
     (1, {"transformer_impl": "transformer_engine"}, "the layers do not use TransformerEngine"),
@@ -191,7 +181,6 @@ CASES: list[tuple[int, dict[str, Any], str]] = [
     (1, {"tokenizer_type": "PretrainedFromHF"}, "fix: --tokenizer-name-or-path"),
     (1, {"save_hf_interval": 5}, "--save-hf-interval has no folder to write to"),
     (1, {"ckpt_step": 5}, "--ckpt-step names a checkpoint of --load"),
-    (1, {"log_progress": True}, "--log-progress writes into the save folder"),
 ]
 
 
