@@ -31,8 +31,8 @@ class Patch:
     """``module:qualname``."""
     kind: Literal["wrap", "replace", "recode"]
     new: Any = None
-    constants: Mapping[str, str] = field(default_factory=dict)
-    names: Mapping[str, str] = field(default_factory=dict)
+    constants: Mapping[str, str] = field(default_factory=dict[str, str])
+    names: Mapping[str, str] = field(default_factory=dict[str, str])
     why: str
     """Why no configuration field, spec or callback does."""
     remove_when: str

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from graphlib import CycleError, TopologicalSorter
 from types import CodeType, TracebackType
-from typing import Any
+from typing import Any, cast
 
 from mindspeed_llm.errors import PatchError
 from mindspeed_llm.patching.patch import Patch, fingerprint_of, known_fingerprints, resolve_target, unwrapped_function
@@ -28,7 +28,8 @@ def plan(patches: Iterable[Patch]) -> list[Patch]:
     """``patches`` in the order in which to apply them.
 
     Raises:
-        PatchError: a target does not resolve, two patches replace one target, or wraps of one target have no order.
+        PatchError: a target does not resolve, two patches replace one target (those in force count), a replacement
+            would drop a wrap in force, or wraps of one target have no order.
     """
     by_target: dict[str, list[Patch]] = defaultdict(list)
     for patch in patches:
@@ -37,10 +38,14 @@ def plan(patches: Iterable[Patch]) -> list[Patch]:
     ordered: list[Patch] = []
     for target, group in by_target.items():
         base = [patch for patch in group if patch.kind != "wrap"]
-        if len(base) > 1:
+        in_force = [patch for patch in _active if patch.target == target]
+        replacing = [patch for patch in in_force if patch.kind != "wrap"] + base
+        if base and len(replacing) > 1:
             raise PatchError(
-                f"{len(base)} patches replace {target}", got=[p.why for p in base], allowed="one per target"
+                f"{len(replacing)} patches replace {target}", got=[p.why for p in replacing], allowed="one per target"
             )
+        if in_force and any(patch.kind == "replace" for patch in base):
+            raise PatchError(f"a replacement of {target} would drop a wrap in force", got=[p.why for p in in_force])
         ordered += base + _order_wraps(target, [patch for patch in group if patch.kind == "wrap"])
     return ordered
 
@@ -49,6 +54,10 @@ def _order_wraps(target: str, wraps: list[Patch]) -> list[Patch]:
     if len(wraps) < 2:
         return wraps
     by_name = {patch.name: patch for patch in wraps}
+    if len(by_name) < len(wraps):
+        raise PatchError(
+            f"wraps of {target} have no order: names are missing or equal", got=sorted(patch.name for patch in wraps)
+        )
     sorter = TopologicalSorter({patch.name: [n for n in patch.after if n in by_name] for patch in wraps})
     try:
         sorter.prepare()
@@ -97,33 +106,43 @@ def apply(patches: Iterable[Patch]) -> AppliedPatches:
     """Plan and apply ``patches``; a target whose source is not that of 0.16.1 is named in a warning.
 
     Raises:
-        PatchError: see :func:`plan`.
+        PatchError: see :func:`plan`, or a recode finds nothing to change; then none of ``patches`` stays.
     """
     applied = AppliedPatches()
     known = known_fingerprints()
-    for patch in plan(patches):
-        untouched = not any(patch.target == other.target for other in _active)
-        if untouched and fingerprint_of(patch.target) != known.get(patch.target):
-            logger.warning("%s is not that of megatron-core 0.16.1; the patch may not fit: %s", patch.target, patch.why)
-        applied.add(patch, _recode(patch) if patch.kind == "recode" else _rebind(patch))
+    try:
+        for patch in plan(patches):
+            untouched = not any(patch.target == other.target for other in _active)
+            if untouched and fingerprint_of(patch.target) != known.get(patch.target):
+                logger.warning(
+                    "%s is not that of megatron-core 0.16.1; the patch may not fit: %s", patch.target, patch.why
+                )
+            applied.add(patch, _recode(patch) if patch.kind == "recode" else _rebind(patch))
+    except BaseException:
+        applied.revert()
+        raise
     return applied
 
 
 def _rebind(patch: Patch) -> Callable[[], None]:
     owner, attribute, original = resolve_target(patch.target)
-    if patch.kind == "wrap":
-        static = isinstance(original, staticmethod)
-        new = patch.new(original.__func__ if static else original)
-        new = staticmethod(new) if static else new
+    if patch.kind == "wrap" and isinstance(original, staticmethod | classmethod):
+        bound: Any = original
+        new = type(bound)(patch.new(bound.__func__))
     else:
-        new = patch.new
-    sites = [(owner, attribute)] + [(importlib.import_module(name), attribute) for name in patch.rebind]
-    for site, name in sites:
-        setattr(site, name, new)
+        new = patch.new(original) if patch.kind == "wrap" else patch.new
+    inherited = attribute not in vars(owner)
+    copies = [importlib.import_module(name) for name in patch.rebind]
+    for site in (owner, *copies):
+        setattr(site, attribute, new)
 
     def undo() -> None:
-        for site, name in sites:
-            setattr(site, name, original)
+        for site in copies:
+            setattr(site, attribute, original)
+        if inherited:
+            delattr(owner, attribute)
+        else:
+            setattr(owner, attribute, original)
 
     return undo
 
@@ -148,7 +167,7 @@ def _substitute_code(code: CodeType, constants: Mapping[str, str], names: Mappin
         if isinstance(value, str):
             return constants.get(value, value)
         if isinstance(value, tuple):
-            return tuple(constant(item) for item in value)
+            return tuple(constant(item) for item in cast(tuple[Any, ...], value))
         if isinstance(value, CodeType):
             return _substitute_code(value, constants, names)
         return value
@@ -167,9 +186,9 @@ def stale_copies(patches: Iterable[Patch], originals: Mapping[str, Any], prefix:
         originals: target -> the object before the patch.
     """
     known = {id(originals[patch.target]): patch.target for patch in patches if patch.kind != "recode"}
-    found = []
+    found: list[str] = []
     for name, module in sorted(sys.modules.items()):
-        if not name.startswith(prefix) or module is None:
+        if not name.startswith(prefix):
             continue
         for attribute, value in list(vars(module).items()):
             if callable(value) and id(value) in known:

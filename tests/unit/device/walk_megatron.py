@@ -17,7 +17,7 @@ import torch._dynamo
 TORCH_CUDA = torch.cuda
 
 
-def changes(module: types.ModuleType, before: dict[str, object]) -> list[str]:
+def changes(module: types.ModuleType | type, before: dict[str, object]) -> list[str]:
     """Attributes of ``module`` that are not what they were; a submodule that was imported since may be added."""
     now = vars(module)
     changed = [name for name, value in before.items() if now.get(name) is not value]
@@ -38,6 +38,11 @@ def bindings(value: object) -> list[str]:
         for key, held in vars(module).items()
         if held is value
     ]
+
+
+def cuda_of(module: types.ModuleType) -> object:
+    """What the module finds under ``torch.cuda``."""
+    return getattr(vars(module).get("torch"), "cuda", None)
 
 
 def main(first: str) -> dict[str, object]:
@@ -72,8 +77,7 @@ def main(first: str) -> dict[str, object]:
         "proxied": [
             name
             for name, module in sys.modules.items()
-            if name.startswith("megatron.core")
-            and tensors <= set(dir(getattr(vars(module).get("torch"), "cuda", None)))
+            if name.startswith("megatron.core") and tensors <= set(dir(cuda_of(module)))
         ],
         "torch_is_torch": sys.modules["torch"] is torch and torch.cuda is TORCH_CUDA,
     }
