@@ -127,7 +127,7 @@ def apply(patches: Iterable[Patch]) -> AppliedPatches:
 def _rebind(patch: Patch) -> Callable[[], None]:
     owner, attribute, original = resolve_target(patch.target)
     if patch.kind == "wrap" and isinstance(original, staticmethod | classmethod):
-        bound: Any = original
+        bound = cast(Any, original)
         new = type(bound)(patch.new(bound.__func__))
     else:
         new = patch.new(original) if patch.kind == "wrap" else patch.new

@@ -47,23 +47,24 @@ class _VocabParallelNll(torch.autograd.Function):
             both = torch.stack([total, at_target])
             dist.all_reduce(both, group=group)
             total, at_target = both
-        log_total = total.log() + highest
-        ctx.save_for_backward(flat, index, mine, log_total)
+        ctx.save_for_backward(flat, index, mine, highest, total)
         ctx.real = real
         ctx.shape = logits.shape
-        return (log_total - at_target).view(target.shape)
+        # Both terms stay small where logits are large; log(total) + highest would round away what a token's loss is.
+        return (total.log() - (at_target - highest)).view(target.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        flat, index, mine, log_total = ctx.saved_tensors
+        flat, index, mine, highest, total = ctx.saved_tensors
         weight = grads[0].reshape(-1).float()
+        scale = weight / total
         out = torch.empty_like(flat)
         out[:, ctx.real :] = 0
         for span in _spans(flat.shape[0]):
-            share = (flat[span, : ctx.real].float() - log_total[span, None]).exp_()
+            share = (flat[span, : ctx.real].float() - highest[span, None]).exp_().mul_(scale[span, None])
             here = mine[span].nonzero()[:, 0]
-            share[here, index[span][here]] -= 1.0
-            out[span, : ctx.real] = share.mul_(weight[span, None])
+            share[here, index[span][here]] -= weight[span][here]
+            out[span, : ctx.real] = share
         return out.view(ctx.shape), None, None, None
 
 
