@@ -64,7 +64,7 @@ check: $(BUILT) $(TEST) $(CHECK) ## lint, format, types, import layers, spelling
 	@$(BIN)/python -m tests.check
 
 test: $(BUILT) $(TEST) ## every test; out/test-report.json
-	@$(BIN)/python -m pytest --report out/test-report.json
+	@$(BIN)/python -m pytest --report=out/test-report.json
 
 bench: $(BUILT) $(TEST) ## measurements against references; ONLY=name for one
 	@$(BIN)/python -m tests.bench $(if $(ONLY),--only $(ONLY))

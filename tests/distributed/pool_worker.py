@@ -195,6 +195,9 @@ class _World:
         self.modules = {module.__name__: (module, dict(vars(module))) for module in modules}
         self.default_dtype = torch.get_default_dtype()
         self.patches = _applied_patches()
+        self.parallel_state = {}
+        if parallel_state := sys.modules.get("megatron.core.parallel_state"):
+            self.parallel_state = dict(vars(parallel_state))
 
     def open(self) -> None:
         """Environment, seeds and, when asked for, the default process group."""
@@ -215,7 +218,7 @@ class _World:
         """Checks and resets, each run even if an earlier one failed."""
         if not failed:
             yield self._check_groups
-        yield _destroy_megatron_state
+        yield self._destroy_megatron_state
         yield _destroy_process_groups
         yield self._restore_torch_state
         yield self._check_modules
@@ -258,6 +261,24 @@ class _World:
         gone = [target for patch, target in self.patches.items() if patch not in now]
         if left or gone:
             raise Leak(f"patches still applied: {left}; patches reverted that were there before: {gone}")
+
+    def _destroy_megatron_state(self) -> None:
+        """Put megatron-core's module globals back to their state before the case."""
+        if "megatron.core" not in sys.modules:
+            return
+        from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
+        from megatron.core.tensor_parallel import random as megatron_random
+
+        parallel_state.destroy_model_parallel()
+        # 0.16.1 forgets a dozen of its globals, one of them a process group (_INTRA_PARTIAL_..._WITH_CP).
+        vars(parallel_state).update(self.parallel_state)
+        num_microbatches_calculator.unset_num_microbatches_calculator()
+        rerun_state_machine.destroy_rerun_state_machine()
+        megatron_random._CUDA_RNG_STATE_TRACKER = None
+        megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
+        prediction = sys.modules.get("megatron.core.transformer.multi_token_prediction")
+        if prediction is not None:
+            prediction.MTPLossLoggingHelper.tracker.clear()
 
     def _restore_torch_state(self) -> None:
         import torch
@@ -312,23 +333,6 @@ def _destroy_process_groups() -> None:
     alive = sum("gloo" in name for name in threads)
     if alive:
         raise Leak(f"{alive} gloo threads are left: something still holds a process group of the case")
-
-
-def _destroy_megatron_state() -> None:
-    """Put megatron-core's module globals back to their state at import."""
-    if "megatron.core" not in sys.modules:
-        return
-    from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
-    from megatron.core.tensor_parallel import random as megatron_random
-
-    parallel_state.destroy_model_parallel()
-    num_microbatches_calculator.unset_num_microbatches_calculator()
-    rerun_state_machine.destroy_rerun_state_machine()
-    megatron_random._CUDA_RNG_STATE_TRACKER = None
-    megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
-    prediction = sys.modules.get("megatron.core.transformer.multi_token_prediction")
-    if prediction is not None:
-        prediction.MTPLossLoggingHelper.tracker.clear()
 
 
 def _applied_patches() -> dict[int, str]:
