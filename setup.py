@@ -38,19 +38,27 @@ def warn_unbuilt(cause: object) -> None:
     logging.getLogger("mindspeed_llm.setup").warning(
         "\nWARNING: the C++ CPU kernels were not built: %s\n"
         "         The installation goes on; ops fall back on their reference in plain torch, which is slower.\n"
-        "         To build them: install a C++17 compiler with OpenMP (g++), then `python setup.py build_ext --inplace`.\n",
+        "         To build them: install g++ (C++17, OpenMP), then `python setup.py build_ext --inplace`.\n",
         cause,
     )
 
 
 class OptionalBuildExt(build_ext):
-    """``build_ext`` for which a failure is a warning."""
+    """``build_ext`` for which a failure is a warning, and leaves no older build behind to be taken for the new one."""
+
+    def run(self) -> None:
+        """Build, and note first whether the result goes beside the sources (setuptools clears that while it builds)."""
+        self.beside_sources = bool(self.inplace)
+        super().run()
 
     def build_extension(self, ext: Extension) -> None:
+        """Build one extension, or warn."""
         try:
             super().build_extension(ext)
         except (CCompilerError, ExecError, PlatformError, OSError) as error:
             warn_unbuilt(error)
+            for folder in [self.build_lib, "."] if self.beside_sources else [self.build_lib]:
+                (Path(folder) / self.get_ext_filename(ext.name)).unlink(missing_ok=True)
 
 
 def extensions() -> list[Extension]:

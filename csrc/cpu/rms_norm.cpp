@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <vector>
+#include <memory>
 
 namespace mindspeed {
 namespace {
@@ -22,7 +22,7 @@ struct BackwardArgs {
   const T *dy, *x, *w;
   const float* rstd;
   T* dx;
-  float* partial;  // [blocks, width], zeroed
+  float* partial;  // [blocks, width]
   int64_t rows_per_block;
 };
 
@@ -71,11 +71,11 @@ void backward(const Rows& rows, const void* dy, const void* x, const void* w, co
   const int64_t wanted = std::max<int64_t>(1, std::min({total, kMaxBlocks, total * h / kGrain}));
   const int64_t rows_per_block = std::max<int64_t>(1, (total + wanted - 1) / wanted);
   const int64_t blocks = (total + rows_per_block - 1) / rows_per_block;
-  std::vector<float> partial(blocks * h, 0.0f);
+  const std::unique_ptr<float[]> partial(new float[blocks * h]);
   const BackwardArgs<T> args{rows, static_cast<const T*>(dy), static_cast<const T*>(x), static_cast<const T*>(w),
-                             rstd, static_cast<T*>(dx),       partial.data(),           rows_per_block};
+                             rstd, static_cast<T*>(dx),       partial.get(),           rows_per_block};
   run(MS_LEVEL_CALL(level, backward_blocks<T>), args, blocks, total * h, threads);
-  const SumArgs<T> sum{partial.data(), static_cast<T*>(dw), blocks, h};
+  const SumArgs<T> sum{partial.get(), static_cast<T*>(dw), blocks, h};
   run(MS_LEVEL_CALL(level, sum_blocks<T>), sum, (h + kLanes - 1) / kLanes, blocks * h, threads);
 }
 

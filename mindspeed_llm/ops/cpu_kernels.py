@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import platform
 from types import ModuleType
 
@@ -67,12 +68,17 @@ def describe() -> str:
     return f"{LEVELS[best_level()]} on {platform.machine()}"
 
 
-def row_layout(x: Tensor) -> RowLayout | None:
-    """How the rows of ``x: [..., h]`` lie, or None when two strides cannot say it and a copy is needed."""
+def with_row_layout(x: Tensor) -> tuple[Tensor, RowLayout]:
+    """``x: [..., h]`` and how its rows lie; a contiguous copy where two strides cannot say it."""
     width = x.shape[-1]
-    if x.is_contiguous():
-        return (1, x.numel() // max(1, width), 0, width, width)
-    if width > 1 and x.stride(-1) != 1:
+    layout = None if x.is_contiguous() else _strided_layout(x)
+    if layout is None:
+        return x.contiguous(), (1, math.prod(x.shape[:-1]), 0, width, width)
+    return x, layout
+
+
+def _strided_layout(x: Tensor) -> RowLayout | None:
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
         return None
     dims: list[tuple[int, int]] = []
     for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
@@ -85,4 +91,4 @@ def row_layout(x: Tensor) -> RowLayout | None:
     if len(dims) > 2:
         return None
     (outer, outer_stride), (inner, inner_stride) = [(1, 0)] * (2 - len(dims)) + dims
-    return (outer, inner, outer_stride, inner_stride, width)
+    return (outer, inner, outer_stride, inner_stride, x.shape[-1])

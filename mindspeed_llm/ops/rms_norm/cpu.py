@@ -6,6 +6,7 @@ on the number of threads or on the instruction set.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See :func:`mindspeed_llm.ops.rms_norm.reference.rms_norm`.
 
     Args:
-        x: ``[..., h]`` in float32, bfloat16 or float16; with adjacent elements in the last dimension it is read in place.
+        x: ``[..., h]`` in float32, bfloat16 or float16; read in place when its last dimension is adjacent.
         weight: ``[h]`` in x's dtype.
         eps: added to the mean square.
 
@@ -39,11 +40,8 @@ def forward(x: Tensor, weight: Tensor, eps: float, level: int | None = None) -> 
     """``y: [..., h]`` and ``rstd: [rows]`` (float32); ``level`` indexes ``cpu_kernels.LEVELS``, the best by default."""
     _check(x, weight)
     y = torch.empty(x.shape, dtype=x.dtype)
-    rows = cpu_kernels.row_layout(x)
-    if rows is None:
-        x = x.contiguous()
-        rows = cpu_kernels.row_layout(x)
-    rstd = torch.empty(x.shape[:-1].numel(), dtype=torch.float32)
+    x, rows = cpu_kernels.with_row_layout(x)
+    rstd = torch.empty(_rows(x), dtype=torch.float32)
     if y.numel():
         kernels = cpu_kernels.module()
         weight = weight.contiguous()
@@ -64,15 +62,14 @@ def forward(x: Tensor, weight: Tensor, eps: float, level: int | None = None) -> 
 def backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, level: int | None = None) -> tuple[Tensor, Tensor]:
     """``dx: [..., h]`` and ``dw: [h]`` of the forward's arguments, from ``dy: [..., h]`` and its ``rstd``."""
     _check(x, weight)
+    if dy.shape != x.shape or dy.dtype != x.dtype or rstd.dtype != torch.float32 or rstd.shape != (_rows(x),):
+        raise ValueError("rms_norm_backward takes dy like x, and the rstd of the forward")
     dx = torch.empty(x.shape, dtype=x.dtype)
     if not x.numel():
         return dx, torch.zeros_like(weight)
     dw = torch.empty(weight.shape, dtype=weight.dtype)
-    rows = cpu_kernels.row_layout(x)
-    if rows is None:
-        x = x.contiguous()
-        rows = cpu_kernels.row_layout(x)
-    dy, weight = dy.contiguous(), weight.contiguous()
+    x, rows = cpu_kernels.with_row_layout(x)
+    dy, weight, rstd = dy.contiguous(), weight.contiguous(), rstd.contiguous()
     kernels = cpu_kernels.module()
     kernels.rms_norm_backward(
         cpu_kernels.DTYPE_CODES[x.dtype],
@@ -99,9 +96,12 @@ def _check(x: Tensor, weight: Tensor) -> None:
         raise ValueError(f"rms_norm takes weight: [h] for x: [..., h]; got {tuple(weight.shape)} for {tuple(x.shape)}")
 
 
+def _rows(x: Tensor) -> int:
+    return math.prod(x.shape[:-1])
+
+
 def _fake_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    rows = x.numel() // x.shape[-1] if x.shape[-1] else x.shape[:-1].numel()
-    return x.new_empty(x.shape), x.new_empty((rows,), dtype=torch.float32)
+    return x.new_empty(x.shape), x.new_empty((_rows(x),), dtype=torch.float32)
 
 
 def _fake_backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:

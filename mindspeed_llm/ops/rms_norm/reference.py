@@ -11,7 +11,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Statistics and the normalised value are float32 (float64 for float64 input). The normalised value is rounded to x's
     dtype *before* it meets the weight, as in transformers' LlamaRMSNorm and Qwen2RMSNorm; ``F.rms_norm`` multiplies
-    first and rounds once, which in bfloat16 differs in about every sixth element by one unit in the last place.
+    first and rounds once, so that a quarter of its bfloat16 results are one unit in the last place off transformers'.
 
     Args:
         x: ``[..., h]``, float.
