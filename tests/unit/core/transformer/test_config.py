@@ -48,11 +48,12 @@ def test_a_deep_copy_is_unsealed_and_independent() -> None:
 
     config = sealed(recompute_modules=["core_attn"])
     config.grad_scale_func = callback
-    config.timers = {"timer": [1]}
+    config.timers = {"timer": [1]}  # pyright: ignore[reportAttributeAccessIssue]
     twin = copy.deepcopy(config)
     assert type(twin) is SuiteTransformerConfig
     assert plain_values(twin) == plain_values(config)
     twin.hidden_dropout = 0.5
+    assert twin.recompute_modules is not None
     twin.recompute_modules.append("mlp")
     assert config.hidden_dropout == 0.25
     assert config.recompute_modules == ["core_attn"]
