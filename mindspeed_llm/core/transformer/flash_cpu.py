@@ -33,7 +33,8 @@ _TILE_ROWS = 256
 class _KernelMask(NamedTuple):
     """What one kernel call hides.
 
-    ``bias`` is additive, ``[sq, sk]`` or 4-D in q's dtype; ``blind [..., sq]`` marks the rows that see no key.
+    ``bias`` is additive, ``[sq, sk]`` or 4-D in q's dtype. ``blind [..., sq]`` marks the rows that see no key; None
+    says that every row sees one.
     """
 
     is_causal: bool
@@ -129,7 +130,7 @@ def _backward_tile(
         lse = lse.masked_fill(lse == _NEVER, float("inf"))
     width = max(q.shape[3], v.shape[3])
     operands = (_widen(x, width) for x in (d_out, q, k, v, out))
-    dq, dk, dv = _backward_kernel(*operands, lse.contiguous(), 0.0, mask.is_causal, attn_mask=mask.bias, scale=scale)
+    dq, dk, dv = _backward_kernel(*operands, lse, 0.0, mask.is_causal, attn_mask=mask.bias, scale=scale)
     return dq[..., : q.shape[3]], dk[..., : k.shape[3]], dv[..., : v.shape[3]]
 
 
@@ -172,9 +173,11 @@ def _kernel_mask(lower: int | None, upper: int | None, mask: Tensor | None, sq: 
     if bias.dim() != 2:
         bias = bias.reshape((1,) * (4 - bias.dim()) + bias.shape)
     bias = bias.expand(*bias.shape[:-2], sq, sk)
+    if mask is None and (upper is None or upper >= 0):
+        # Every query stands in its own window: it is blind only where it stands before the first key.
+        return _KernelMask(is_causal, bias, None)
     visible = bias != _NEVER
-    blind = ~(visible.tril() if is_causal else visible).any(-1)
-    return _KernelMask(is_causal, bias, blind if bool(blind.any()) else None)
+    return _KernelMask(is_causal, bias, ~(visible.tril() if is_causal else visible).any(-1))
 
 
 def _widen(x: Tensor, width: int) -> Tensor:

@@ -116,7 +116,7 @@ def test_value_head_size_of_its_own(implementation: str, d: int, d_v: int) -> No
 
 
 @both
-@pytest.mark.parametrize("shape", [(70, 70), (2, 1, 70, 70), (1, 4, 70, 70), (2, 1, 1, 70)])
+@pytest.mark.parametrize("shape", [(70, 70), (2, 1, 70, 70), (1, 4, 70, 70), (4, 70, 70), (2, 1, 1, 70), (70, 1)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_masks(implementation: str, shape: tuple[int, ...], causal: bool) -> None:
     hidden = torch.rand(shape, generator=torch.Generator().manual_seed(1)) < 0.6
@@ -125,6 +125,28 @@ def test_masks(implementation: str, shape: tuple[int, ...], causal: bool) -> Non
     assert_same(case, visible, implementation, causal=causal, mask=hidden)
     additive = torch.zeros(shape, dtype=torch.float64).masked_fill(hidden, -INFINITY)
     assert_same(case, visible, implementation, causal=causal, mask=additive)
+    if shape[-1] == shape[-2]:
+        turned = additive.mT.contiguous().mT
+        assert_same(case, visible, implementation, causal=causal, mask=turned)
+
+
+@both
+def test_a_mask_of_another_dtype(implementation: str) -> None:
+    q, k, v, _ = operands(1, 2, 2, 40, 40, 8, dtype=torch.bfloat16)
+    hidden = ~band(40, 40, 12, 0)
+    expected, _ = attention(q, k, v, mask=hidden, implementation=implementation)
+    additive = torch.zeros(40, 40).masked_fill(hidden, -INFINITY)
+    assert torch.equal(attention(q, k, v, mask=additive, implementation=implementation)[0], expected)
+
+
+@both
+def test_rows_that_are_not_contiguous(implementation: str) -> None:
+    """Elements of a head that are not neighbours in memory; a long sequence, as the kernel works in blocks."""
+    case = operands(1, 4, 2, 600, 600, 16)
+    q, k, v, d_out = (x.detach().mT.contiguous().mT for x in case)
+    strided = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), d_out)
+    assert q.stride(3) != 1
+    assert_same(strided, band(600, 600, None, 0), implementation, causal=True)
 
 
 @both
@@ -159,7 +181,7 @@ def test_rows_that_see_nothing(implementation: str) -> None:
 
 
 @both
-@pytest.mark.parametrize("window", [(0, 0), (5, 0), (3, 4), (-1, 2), (6, -1), (200, 0), (-1, -1)])
+@pytest.mark.parametrize("window", [(0, 0), (5, 0), (3, 4), (-1, 2), (6, -1), (59, 59), (60, 60), (200, 0), (-1, -1)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_windows(implementation: str, window: tuple[int, int], causal: bool) -> None:
     left, right = (None if side < 0 else side for side in window)
