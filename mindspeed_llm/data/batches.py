@@ -105,7 +105,7 @@ def get_batch(
     if not stage_needs_batch(cfg, vp_stage):
         return dict.fromkeys((*_FIELDS, "attention_mask", "cu_seqlens"))
     shape = (cfg.training.micro_batch_size or 0, cfg.training.seq_length or 0)
-    fields = _share(_next_packed(iterator, shape), shape)
+    fields = _share(_next_packed(iterator, shape, cfg.model.vocab_size or 0), shape)
     batch: Batch = {**fields, "attention_mask": None, "cu_seqlens": None}
     if cfg.data.reset_attention_mask:
         tokens = fields["tokens"]
@@ -152,8 +152,10 @@ def document_mask(tokens: torch.Tensor, eod: int) -> torch.Tensor:
     return ((document[:, :, None] != document[:, None, :]) | future)[:, None]
 
 
-def _next_packed(iterator: Iterator[Sample] | None, shape: tuple[int, int]) -> torch.Tensor:
-    """The next micro-batch of tensor-parallel rank 0 as int64 ``[1 + 4 b s]``: whether there is one, then its fields.
+def _next_packed(iterator: Iterator[Sample] | None, shape: tuple[int, int], vocab_size: int) -> torch.Tensor:
+    """The next micro-batch of tensor-parallel rank 0 as int64 ``[1 + 4 b s]``: its state, then its fields.
+
+    The state is 1, or 0 where there is none, or minus its highest id where the model has no row for that.
 
     Other ranks get room for it. On rank 0 the buffer is still in the CPU's memory.
     """
@@ -165,7 +167,9 @@ def _next_packed(iterator: Iterator[Sample] | None, shape: tuple[int, int]) -> t
     sample = next(iterator, None)
     if sample is None:
         return torch.full((size,), _EXHAUSTED, dtype=torch.int64)
-    return torch.cat([torch.tensor([_OK]), *(_to_int64(sample[name]).reshape(-1) for name in _FIELDS)])
+    highest = max(int(sample[name].max()) for name in ("tokens", "labels"))
+    state = _OK if highest < vocab_size else -highest
+    return torch.cat([torch.tensor([state]), *(_to_int64(sample[name]).reshape(-1) for name in _FIELDS)])
 
 
 def _share(packed: torch.Tensor, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
@@ -176,8 +180,15 @@ def _share(packed: torch.Tensor, shape: tuple[int, int]) -> dict[str, torch.Tens
         torch.distributed.broadcast(shared, parallel_state.get_tensor_model_parallel_src_rank(), group=group)
     # Reading a value back from an accelerator would stall its queue in every micro-step: there, rank 0 alone knows,
     # and its exit ends the others.
-    if packed.device.type == "cpu" and packed[0] == _EXHAUSTED:
+    state = int(packed[0]) if packed.device.type == "cpu" else _OK
+    if state == _EXHAUSTED:
         raise DataError("The data is used up before training ended.", fix="more data, or fewer iterations")
+    if state < 0:
+        raise DataError(
+            "The data holds an id for which the model's vocabulary has no row.",
+            got=f"id {-state}",
+            fix="the tokenizer of this model, or a larger --vocab-size for a model trained from scratch",
+        )
     fields: dict[str, torch.Tensor] = dict(zip(_FIELDS, shared[1:].view(len(_FIELDS), *shape).unbind(), strict=True))
     fields["loss_mask"] = fields["loss_mask"].to(torch.int32).view(torch.float32)
     return fields

@@ -114,26 +114,49 @@ class PretrainDataset(GPTDataset):
 
 
 def tokenizer_of(cfg: RunConfig) -> Tokenizer:
-    """The tokenizer of a run; with mock data and none named, ids without text.
+    """The tokenizer of a run: the one named, else that of the Hugging Face folder it starts from, else bare ids.
 
     Raises:
-        DataError: when it is missing or cannot be read.
+        DataError: when it is missing, cannot be read, or has ids for which the model has no row.
     """
-    kind = cfg.tokenizer.tokenizer_type
+    named, kind = cfg.tokenizer.tokenizer_name_or_path, cfg.tokenizer.tokenizer_type
+    if named is None and kind is None:
+        folders = [folder for folder in (cfg.checkpoint.load, cfg.model.hf_config) if folder is not None]
+        named = next((folder for folder in folders if Path(folder, "tokenizer.json").is_file()), None)
     if kind is None:
-        kind = NULL_TYPE if cfg.tokenizer.tokenizer_name_or_path is None else "PretrainedFromHF"
-    return build_tokenizer(kind, cfg.tokenizer.tokenizer_name_or_path, cfg.model.vocab_size)
+        kind = NULL_TYPE if named is None else "PretrainedFromHF"
+    rows = cfg.model.vocab_size
+    if kind == NULL_TYPE:
+        # The last of the model's ids ends a document; Megatron's NullTokenizer needs one row more than it is told.
+        return build_tokenizer(kind, None, rows and rows - 1)
+    tokenizer = build_tokenizer(kind, named, rows)
+    if rows is not None and tokenizer.vocab_size > rows:
+        raise DataError(
+            "The tokenizer has more ids than the model's vocabulary has rows.",
+            got=f"{tokenizer.vocab_size} ids of {named}, --vocab-size {rows}",
+            fix="the tokenizer of this model, or a larger --vocab-size for a model trained from scratch",
+        )
+    return tokenizer
 
 
 def split_sizes(cfg: RunConfig) -> tuple[int, int, int]:
-    """Samples that training, validation and testing will read, as Megatron-LM counts them."""
-    training = cfg.training
-    global_batch_size = training.global_batch_size or 0
-    train = training.train_samples or (training.train_iters or 0) * global_batch_size
-    steps = training.train_iters or (train // global_batch_size if global_batch_size else 0)
-    evaluations = steps // training.eval_interval + 1 if training.eval_interval else 1
-    held_out = training.eval_iters * global_batch_size
-    return train, evaluations * held_out, held_out
+    """Samples that training, validation and testing read.
+
+    Every evaluation of a run is over the same held-out samples, so their losses compare; Megatron-LM goes on to other
+    samples each time.
+    """
+    training, data = cfg.training, cfg.data
+    batch = training.global_batch_size or 0
+    train = training.train_samples or (training.train_iters or 0) * batch
+    held_out = training.eval_iters * batch
+    if data.train_data_path is None and data.valid_data_path is None and data.test_data_path is None:
+        return train, held_out, held_out
+    given = (data.train_data_path, data.valid_data_path, data.test_data_path)
+    sizes = [
+        0 if path is None and name != "train" else size
+        for name, path, size in zip(("train", "valid", "test"), given, (train, held_out, held_out), strict=True)
+    ]
+    return sizes[0], sizes[1], sizes[2]
 
 
 def rank_needs_data(cfg: RunConfig) -> bool:

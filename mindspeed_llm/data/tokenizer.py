@@ -117,10 +117,12 @@ class TextTokenizer:
     def hash(self) -> str:
         """Identity: equal for tokenizers that give the same ids, however their files are laid out.
 
-        Of the post-processor only what it adds counts: transformers writes an empty one where there was none.
+        transformers' ``save_pretrained`` writes an empty post-processor where there was none, and "" for null: of the
+        first only what it adds counts, of the model only what is set.
         """
         parts = json.loads(self.backend.to_str())
-        content = {name: parts[name] for name in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
+        content = {name: parts[name] for name in ("added_tokens", "normalizer", "pre_tokenizer")}
+        content["model"] = {name: value for name, value in parts["model"].items() if value}
         content["framed"] = self.backend.encode("a").ids
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

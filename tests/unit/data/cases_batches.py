@@ -39,7 +39,7 @@ def needs(layout: dict[str, Any], chunks: int, **values: Any) -> list[bool]:
 def share_weights(layout: dict[str, Any]) -> torch.Tensor:
     """A loss mask that is no sequence of zeros and ones, after its broadcast."""
     parallel_state.initialize_model_parallel(**layout)
-    cfg = run_config(micro_batch_size=1, seq_length=4)
+    cfg = run_config(micro_batch_size=1, seq_length=4, vocab_size=10)
     whole = torch.arange(4)[None]
     sample = {"tokens": whole, "labels": whole, "loss_mask": torch.tensor([[0.1, 1e-30, -2.5, 1 / 3]]),
               "position_ids": whole}  # fmt: skip
@@ -49,10 +49,24 @@ def share_weights(layout: dict[str, Any]) -> torch.Tensor:
     return mask
 
 
+def too_high(layout: dict[str, Any]) -> str:
+    """The error of a rank when the data holds an id that the model has no row for."""
+    parallel_state.initialize_model_parallel(**layout)
+    cfg = run_config(micro_batch_size=1, seq_length=4, vocab_size=10)
+    ids = torch.tensor([[1, 2, 10, 3]])
+    sample = {"tokens": ids, "labels": ids, "loss_mask": torch.ones(1, 4), "position_ids": ids}
+    first = parallel_state.get_tensor_model_parallel_rank() == 0
+    try:
+        get_batch(iter([sample]) if first else None, cfg, eod=9)
+    except DataError as error:
+        return str(error)
+    return "no error"
+
+
 def run_out(layout: dict[str, Any]) -> str:
     """The error of a rank when the data ends."""
     parallel_state.initialize_model_parallel(**layout)
-    cfg = run_config(micro_batch_size=1, seq_length=4)
+    cfg = run_config(micro_batch_size=1, seq_length=4, vocab_size=10)
     iterator = iter(()) if parallel_state.get_tensor_model_parallel_rank() == 0 else None
     try:
         get_batch(iterator, cfg, eod=9)

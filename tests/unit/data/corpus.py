@@ -13,7 +13,7 @@ from mindspeed_llm.config.run import SECTIONS, RunConfig
 from mindspeed_llm.data.indexed import IndexedWriter
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "examples" / "quickstart"
-TOKENIZER = QUICKSTART / "tokenizer"
+TOKENIZER = QUICKSTART / "model"
 
 
 def write_documents(prefix: Path, documents: Sequence[Sequence[int]], dtype: type = np.uint16) -> str:

@@ -35,6 +35,7 @@ def settings(prefix: str, **values: Any) -> dict[str, Any]:
         "seq_length": 8,
         "micro_batch_size": 1,
         "num_workers": 0,
+        "vocab_size": 1000,
         **values,
     }
 
@@ -106,6 +107,12 @@ def test_loss_weights_arrive_bit_for_bit(pool: Pool) -> None:
 
 def test_all_ranks_learn_that_the_data_is_used_up(pool: Pool) -> None:
     assert {*pool.run(f"{CASES}:run_out", 2, layout=TP2)} == {"The data is used up before training ended."}
+
+
+def test_an_id_beyond_the_vocabulary_is_named_on_all_ranks(pool: Pool) -> None:
+    for message in pool.run(f"{CASES}:too_high", 2, layout=TP2):
+        assert "no row" in message
+        assert "id 10" in message
 
 
 def test_missing_data_leaves_no_rank_waiting(pool: Pool) -> None:
