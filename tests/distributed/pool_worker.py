@@ -271,7 +271,8 @@ class _World:
 
         parallel_state.destroy_model_parallel()
         # 0.16.1 forgets a dozen of its globals, one of them a process group (_INTRA_PARTIAL_..._WITH_CP).
-        vars(parallel_state).update(self.parallel_state)
+        parallel_state.__dict__.update(self.parallel_state)
+        _break_megatron_cycles()
         num_microbatches_calculator.unset_num_microbatches_calculator()
         rerun_state_machine.destroy_rerun_state_machine()
         megatron_random._CUDA_RNG_STATE_TRACKER = None
@@ -327,12 +328,27 @@ def _destroy_process_groups() -> None:
     left = len(dist.distributed_c10d._world.pg_map)
     if left:
         raise Leak(f"{left} process group(s) survive destroy_process_group()")
-    # A gloo group ends its three threads only when nothing refers to it any more.
+    # A gloo group ends its three threads only when nothing refers to it any more. What hung on the optimizer's views,
+    # in C++, shows as garbage only once the optimizer is gone: hence twice.
+    gc.collect()
     gc.collect()
     threads = [Path("/proc/self/task", task, "comm").read_text().strip() for task in os.listdir("/proc/self/task")]
     alive = sum("gloo" in name for name in threads)
     if alive:
         raise Leak(f"{alive} gloo threads are left: something still holds a process group of the case")
+
+
+def _break_megatron_cycles() -> None:
+    """Let the collector end a model with a distributed optimizer.
+
+    Such a model holds its optimizer (``config.grad_scale_func``), which holds views of the parameters, which hold the
+    gradient accumulators in C++, where the collector cannot look; and the hooks of these hold the model.
+    """
+    from megatron.core.distributed import DistributedDataParallel
+
+    for found in gc.get_objects():
+        if isinstance(found, DistributedDataParallel):
+            found.config.grad_scale_func = None
 
 
 def _applied_patches() -> dict[int, str]:
