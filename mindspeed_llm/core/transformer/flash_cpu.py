@@ -2,9 +2,10 @@
 
 The kernel (``aten::_scaled_dot_product_flash_attention_for_cpu``) is native for grouped KV heads and strided views.
 What it lacks is made up for here. It aligns causal masks at the start: a causal call with ``sq != sk`` goes through an
-additive mask. It wants that mask in q's dtype, and equal head sizes: zero-padding changes nothing. It computes what an
-additive mask hides: a sliding window is cut into tiles. It reports 0, not minus infinity, as the log-sum-exp of a fully
-masked row. It divides by zero on empty operands.
+additive mask. It wants that mask in q's dtype or, for half precision, float32 (it misreads float32 beside float64). It
+wants equal head sizes: zero-padding changes nothing. It computes what an additive mask hides: a sliding window is cut
+into tiles. It reports 0, not minus infinity, as the log-sum-exp of a fully masked row. It divides by zero on empty
+operands, and takes the elements of a head for neighbours in memory.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _TILE_ROWS = 256
 class _KernelMask(NamedTuple):
     """What one kernel call hides.
 
-    ``bias`` is additive, ``[sq, sk]`` or 4-D in q's dtype. ``blind [..., sq]`` marks the rows that see no key; None
+    ``bias`` is additive, ``[sq, sk]`` or 4-D. ``blind [..., sq]`` marks the rows that see no key; None
     says that every row sees one.
     """
 
@@ -167,7 +168,8 @@ def _kernel_mask(lower: int | None, upper: int | None, mask: Tensor | None, sq: 
     elif mask.dtype == torch.bool:
         bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(mask, _NEVER)
     else:
-        bias = mask.to(q.dtype)
+        # Half-precision calls take a float32 mask too, which keeps a bias (ALiBi) exact.
+        bias = mask.to(accumulate_dtype(q.dtype))
     if hidden is not None:
         bias = bias.masked_fill(hidden, _NEVER)
     if bias.dim() != 2:

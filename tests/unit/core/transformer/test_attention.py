@@ -131,12 +131,30 @@ def test_masks(implementation: str, shape: tuple[int, ...], causal: bool) -> Non
 
 
 @both
-def test_a_mask_of_another_dtype(implementation: str) -> None:
-    q, k, v, _ = operands(1, 2, 2, 40, 40, 8, dtype=torch.bfloat16)
-    hidden = ~band(40, 40, 12, 0)
-    expected, _ = attention(q, k, v, mask=hidden, implementation=implementation)
-    additive = torch.zeros(40, 40).masked_fill(hidden, -INFINITY)
-    assert torch.equal(attention(q, k, v, mask=additive, implementation=implementation)[0], expected)
+@pytest.mark.parametrize(
+    ("dtype", "mask_dtype", "tolerance"),
+    [
+        (torch.bfloat16, torch.float32, 2e-2),
+        (torch.float16, torch.bfloat16, 3e-3),
+        (torch.float32, torch.bfloat16, 2e-5),
+        (torch.float32, torch.float64, 2e-5),
+        (torch.float64, torch.float32, 1e-12),
+    ],
+)
+def test_a_mask_of_another_dtype(
+    implementation: str, dtype: torch.dtype, mask_dtype: torch.dtype, tolerance: float
+) -> None:
+    """A large bias: rounded to bfloat16 it would move scores by up to 0.25."""
+    bias = (70 * torch.rand(1, 2, 60, 60, generator=torch.Generator().manual_seed(4))).to(mask_dtype)
+    q, k, v, d_out = operands(1, 2, 2, 60, 60, 8, dtype=dtype)
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    expected, _ = formula(exact[0], exact[1], exact[2], bias.double().exp(), 8**-0.5)
+    got, _ = attention(q, k, v, mask=bias, implementation=implementation)
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=tolerance)
+    for ours, theirs in zip(
+        torch.autograd.grad(got, (q, k, v), d_out), torch.autograd.grad(expected, exact, d_out.double()), strict=True
+    ):
+        torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=10 * tolerance)
 
 
 @both

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import mindspeed_llm.core  # noqa: F401  the seam comes first
 from mindspeed_llm.core.transformer.attention import CoreAttention
@@ -121,6 +122,11 @@ def test_no_mask_type_sees_everything() -> None:
     ours = module(CoreAttention, config())
     one_query = ours(q[-1:], k, v, None, attn_mask_type=AttnMaskType.no_mask)
     torch.testing.assert_close(one_query, ours(q, k, v, None)[-1:], rtol=0, atol=1e-12)
+    q_heads, k_heads, v_heads = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    expected = F.scaled_dot_product_attention(q_heads, k_heads, v_heads, enable_gqa=True)
+    expected = expected.permute(2, 0, 1, 3).flatten(2)
+    everything = ours(q, k, v, None, attn_mask_type=AttnMaskType.no_mask)
+    torch.testing.assert_close(everything, expected, rtol=0, atol=1e-12)
 
 
 def packed_parameters(bounds: list[int], padded: list[int] | None) -> PackedSeqParams:
