@@ -74,7 +74,7 @@ def test_every_layout_gives_back_the_same_bits(
     assert torch.equal(embedding[VOCAB:], torch.zeros_like(embedding[VOCAB:]))
 
 
-@pytest.mark.parametrize("name", ["q25", "q25tied", "llama31", "llamalin", "llamayarn", "llamabias"])
+@pytest.mark.parametrize("name", ["q25", "q25tied", "llama31", "llamalin", "llamayarn", "llamabias", "q25window"])
 def test_a_loaded_model_computes_what_transformers_does(pool: Pool, name: str) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -99,3 +99,13 @@ def test_a_sharded_export_loads_in_transformers_with_nothing_missing(pool: Pool,
     assert set(index["weight_map"].values()) == {path.name for path in out.glob("*.safetensors")}
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in reference(folder).values())
     assert AutoTokenizer.from_pretrained(out).chat_template == AutoTokenizer.from_pretrained(folder).chat_template
+
+
+def test_a_bf16_model_streams_its_own_bits_and_saves_them_as_asked(pool: Pool, tmp_path: Path) -> None:
+    folder = hf_folder("q25tied", VOCAB)
+    layout = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "bf16": True}
+    results = pool.run(f"{CASES}:round_trip", 4, folder=folder, out=tmp_path / "out", wrapped=True, **layout)
+    rounded = {name: tensor.bfloat16() for name, tensor in reference(folder).items()}
+    assert_same(results[0]["stream"], rounded)
+    assert [len(result["stream"]) for result in results[1:]] == [0, 0, 0]
+    assert_same(exported(tmp_path / "out"), {name: tensor.float() for name, tensor in rounded.items()})

@@ -146,6 +146,7 @@ def test_safetensors_reads_what_the_writer_streams(tmp_path: Path, dtype: torch.
         "scalar": torch.tensor(2.5),
         "empty": torch.empty(0, 4),
         "long.name.vector": torch.randn(7),
+        "strided": torch.randn(14)[::2],
     }
     infos = {name: TensorInfo(tuple(tensor.shape), dtype) for name, tensor in tensors.items()}
     shards = [shard for _, shard in plan_shards(infos, dict.fromkeys(tensors, 0))]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import transformers
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from mindspeed_llm.config.resolve import from_values
 from mindspeed_llm.errors import ConversionError
@@ -106,6 +107,7 @@ QWEN25 = {
 }
 REAL: dict[str, dict[str, Any]] = {
     "Llama-2-7b": LLAMA2,
+    "Llama-1-7b": {key: value for key, value in LLAMA2.items() if key != "num_key_value_heads"},
     "Llama-3.1-8B": LLAMA31,
     "Llama-3.1-70B": {
         **LLAMA31,
@@ -192,6 +194,33 @@ def test_fields_are_those_of_a_run(name: str) -> None:
     resolved = values_of(cfg)
     assert {key: resolved[key] for key in values} == values
     assert family.values_to_config(resolved, "bfloat16", REAL[name])["vocab_size"] == REAL[name]["vocab_size"]
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_scaling": None},
+        {"rope_theta": 777.0, "rope_scaling": {"type": "linear", "factor": 4.0}},
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 4096}},
+        {"rope_scaling": {"type": "yarn", "factor": None, "original_max_position_embeddings": 8192}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "beta_fast": 20, "beta_slow": 2}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.5}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "mscale": 0.7, "mscale_all_dim": 1.0}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 8.0}, "original_max_position_embeddings": 16384},
+        {"rope_scaling": {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 2.0, "high_freq_factor": 8.0}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 777.0}},
+    ],
+)
+def test_rotary_frequencies_are_the_same_after_a_round_trip(rope: dict[str, Any]) -> None:
+    config = {**{key: value for key, value in LLAMA31.items() if not key.startswith("rope_")}, **rope}
+    family, values = values_for(config)
+
+    def frequencies(source: dict[str, Any]) -> tuple[list[float], float]:
+        inner = transformers.LlamaConfig.from_dict(json.loads(json.dumps(source)))
+        module = LlamaRotaryEmbedding(inner)
+        return module.inv_freq.tolist(), module.attention_scaling
+
+    assert frequencies(family.values_to_config(values, "float32")) == frequencies(config)
 
 
 def test_what_a_run_changed_is_written_and_the_rest_kept() -> None:
