@@ -72,4 +72,4 @@ def main(output: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "tokenizer")
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "model")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -43,15 +44,24 @@ def family_layer(given: Mapping[str, Any]) -> Layer | None:
     return None
 
 
+def _set_up_logging(level: int | None) -> None:
+    """The suite's own words on rank 0, warnings on the others; megatron-core's chatter only when it is asked for."""
+    rank = int(os.environ.get("RANK", "0"))
+    chosen = level or (logging.INFO if rank == 0 else logging.WARNING)
+    logging.basicConfig(level=chosen, format=f"[rank {rank}] %(message)s")
+    if level is None:
+        logging.getLogger("megatron").setLevel(logging.WARNING)
+        for module in ("megatron", "torch"):
+            warnings.filterwarnings("ignore", module=rf"{module}\b.*")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status: 2 for a mistake in the configuration, 1 for other known faults."""
     try:
         cfg = parse_pretrain(
             sys.argv[1:] if argv is None else argv, environ=os.environ, family_values=family_layer
         )
-        rank = int(os.environ.get("RANK", "0"))
-        level = cfg.logging.logging_level or (logging.INFO if rank == 0 else logging.WARNING)
-        logging.basicConfig(level=level, format=f"[rank {rank}] %(message)s")
+        _set_up_logging(cfg.logging.logging_level)
         from mindspeed_llm.training.pretrain import pretrain
 
         pretrain(cfg)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.module import Float16Module, MegatronModule
 
+from mindspeed_llm.config.model import ModelConfig
 from mindspeed_llm.config.run import RunConfig
 from mindspeed_llm.core.transformer.config import SuiteTransformerConfig
 from mindspeed_llm.core.transformer.model import SuiteGPTModel
@@ -42,9 +44,11 @@ def _fill(kind: type[T], cfg: RunConfig, **given: Any) -> T:
     for field in fields(kind):  # type: ignore[arg-type]
         if field.init and field.name not in given:
             try:
-                values[field.name] = cfg.value(field.name)
+                value = cfg.value(field.name)
             except KeyError:
                 continue
+            # Our sections are frozen, down to their sequences; megatron-core asks for lists, except of a window.
+            values[field.name] = list(value) if isinstance(value, tuple) and field.name != "window_size" else value
     return kind(**values, **given)
 
 
@@ -64,15 +68,13 @@ def transformer_config(cfg: RunConfig) -> SuiteTransformerConfig:
             "rope_scaling_beta_slow": model.beta_slow,
         }
     if model.rope_scaling_type == "yarn":
-        scaled |= {
-            "yarn_rotary_scaling_factor": model.rope_scaling_factor,
-            # Hugging Face takes the pair only when neither is zero.
-            "yarn_mscale": model.rope_scaling_mscale if model.rope_scaling_mscale_all_dim else None,
-            "yarn_mscale_all_dim": model.rope_scaling_mscale_all_dim or None,
-        }
+        scaled |= _yarn_temperature(model)
     given: dict[str, Any] = {}
     if model.init_method_xavier_uniform:
-        given = {"init_method": torch.nn.init.xavier_uniform_, "output_layer_init_method": torch.nn.init.xavier_uniform_}
+        given = {
+            "init_method": torch.nn.init.xavier_uniform_,
+            "output_layer_init_method": torch.nn.init.xavier_uniform_,
+        }
     return _fill(
         SuiteTransformerConfig,
         cfg,
@@ -83,6 +85,20 @@ def transformer_config(cfg: RunConfig) -> SuiteTransformerConfig:
         pipeline_dtype=dtype,
         true_vocab_size=model.vocab_size,
     )
+
+
+def _yarn_temperature(model: ModelConfig) -> dict[str, Any]:
+    """megatron-core's three numbers whose ``t(mscale) / t(mscale_all_dim)``, with ``t(m) = 0.1 m ln(factor) + 1``, is
+    the factor of cos and sin [Peng et al. 2023, section 3.4]."""
+    factor = model.rope_scaling_factor or 1.0
+    mscale, mscale_all_dim = model.rope_scaling_mscale, model.rope_scaling_mscale_all_dim
+    if model.rope_scaling_attention_factor is not None:
+        # Of a factor of 1 megatron-core always makes 1; it reads these three for nothing else.
+        factor, mscale, mscale_all_dim = math.e, 10.0 * (model.rope_scaling_attention_factor - 1.0), 0.0
+    elif not (mscale and mscale_all_dim):
+        # Hugging Face takes the pair only when neither is zero.
+        mscale = mscale_all_dim = None
+    return {"yarn_rotary_scaling_factor": factor, "yarn_mscale": mscale, "yarn_mscale_all_dim": mscale_all_dim}
 
 
 def build_chunks(cfg: RunConfig, config: SuiteTransformerConfig) -> list[MegatronModule]:

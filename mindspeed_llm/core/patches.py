@@ -120,13 +120,20 @@ def _always() -> list[Patch]:
 def _off_cuda() -> list[Patch]:
     return [
         *_tensor_type_sites(),
-        Patch(
-            target="megatron.core.models.common.language_module.language_module:"
-            "LanguageModule.setup_embeddings_and_output_layer",
-            kind="recode",
-            names={"cuda": current().type},
-            why="moves the tied output weight with Tensor.cuda()",
-            remove_when="megatron-core moves it to the device of the model",
+        *(
+            Patch(
+                target=target,
+                kind="recode",
+                # torch.cpu and torch.npu answer current_device(), the other use of the name there, too.
+                names={"cuda": current().type},
+                why="moves a tensor with Tensor.cuda()",
+                remove_when="megatron-core moves it to the device of the model",
+            )
+            for target in (
+                "megatron.core.models.common.language_module.language_module:"
+                "LanguageModule.setup_embeddings_and_output_layer",
+                f"{_DISTRIBUTED}:DistributedOptimizer.get_parameter_state_dp_zero",
+            )
         ),
     ]
 

@@ -30,11 +30,13 @@ def initialize(cfg: RunConfig) -> None:
     device.bind()
     if not dist.is_initialized():
         timeout = datetime.timedelta(minutes=cfg.distributed.distributed_timeout_minutes)
+        # nccl and hccl, which recipes name, mean the device's own backend; gloo is taken at its word.
+        backend = "gloo" if cfg.distributed.distributed_backend == "gloo" else device.backend
         if "RANK" in os.environ:
-            dist.init_process_group(device.backend, timeout=timeout)
+            dist.init_process_group(backend, timeout=timeout)
         else:
             store = dist.FileStore(os.path.join(tempfile.mkdtemp(prefix="mindspeed_llm."), "rendezvous"), 1)
-            dist.init_process_group(device.backend, store=store, rank=0, world_size=1, timeout=timeout)
+            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     layout = cfg.transformer
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor_model_parallel_size,

@@ -39,6 +39,8 @@ def pretrain(cfg: RunConfig) -> None:
     initialize(cfg)
     if dist.get_rank() == 0:
         logger.info("configuration, values that are not defaults:\n%s", format_non_default(cfg))
+        for notice in cfg.notices:
+            logger.info("note: %s", notice)
     run = _set_up(cfg, origin)
     total = total_iterations(cfg)
     empty = total == 0 and not cfg.training.skip_train
