@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.utils import unwrap_model
 
 from mindspeed_llm.checkpoint import mcore_io
 from mindspeed_llm.errors import CheckpointError
@@ -34,12 +35,14 @@ def _metadata(optimizer_form: str | None) -> dict[str, Any]:
     return metadata
 
 
-def _model_state(run: Run, metadata: dict[str, Any]) -> dict[str, Any]:
+def _bare_chunks(run: Run) -> dict[str, Any]:
+    """The chunks without their wrappers, whose names would become part of every key."""
     one = len(run.chunks) == 1
-    return {
-        "model" if one else f"model{index}": chunk.sharded_state_dict(metadata=metadata)
-        for index, chunk in enumerate(run.chunks)
-    }
+    return {"model" if one else f"model{index}": chunk for index, chunk in enumerate(unwrap_model(run.chunks))}
+
+
+def _model_state(run: Run, metadata: dict[str, Any]) -> dict[str, Any]:
+    return {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _bare_chunks(run).items()}
 
 
 def _rng_state() -> ShardedObject:
@@ -79,6 +82,7 @@ def save_checkpoint(run: Run, *, portable: bool) -> Path:
             ranks at the same tensor and pipeline layout.
     """
     checkpoint = run.cfg.checkpoint
+    run.gather_parameters()
     distributed = bool(run.cfg.value("use_distributed_optimizer"))
     form = ("fully_reshardable" if portable else "dp_reshardable") if distributed else None
     metadata = _metadata(form)
@@ -118,9 +122,8 @@ def load_checkpoint(run: Run, root: Path, iteration: int) -> None:
     if with_rng:
         state["rng_state"] = _rng_state()
     loaded = mcore_io.load(folder, state)
-    one = len(run.chunks) == 1
-    for index, chunk in enumerate(run.chunks):
-        chunk.load_state_dict(loaded["model" if one else f"model{index}"])
+    for name, chunk in _bare_chunks(run).items():
+        chunk.load_state_dict(loaded[name])
     if with_optimizer:
         run.optimizer.load_state_dict(loaded["optimizer"])
         run.scheduler.load_state_dict(common["opt_param_scheduler"])

@@ -45,3 +45,13 @@ class Run:
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     progress: Progress
+
+    def gather_parameters(self) -> None:
+        """Bring the parameters up to date. Collective.
+
+        With ``--overlap-param-gather`` those of other ranks' shards hold the values from before the last update until
+        the next forward pass.
+        """
+        if self.cfg.value("overlap_param_gather"):
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)

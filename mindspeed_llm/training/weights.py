@@ -123,10 +123,7 @@ def hf_source(cfg: RunConfig) -> Path | None:
 def export_hf(run: Run, folder: Path) -> None:
     """Write the run's weights as a Hugging Face folder. Collective."""
     cfg = run.cfg
-    if cfg.value("overlap_param_gather"):
-        # Without the next forward pass, gathered parameters still hold the values before the update.
-        for chunk in run.chunks:
-            chunk.start_param_sync(force_sync=True)
+    run.gather_parameters()
     dtype = model_dtype(cfg) if cfg.checkpoint.params_dtype is None else _DTYPES[cfg.checkpoint.params_dtype]
     save_hf(
         run.chunks, family_of(cfg), cfg, folder, dtype=dtype, groups=parallel_groups(), source=hf_source(cfg)
