@@ -29,7 +29,6 @@ def _tensor_type_sites() -> list[Patch]:
     sites = (
         f"{_OPTIMIZER}.optimizer:Float16OptimizerWithFloat16Params.__init__",
         f"{_DISTRIBUTED}:DistributedOptimizer._build_model_and_main_param_groups",
-        f"{_DISTRIBUTED}:DistributedOptimizer.__init__",
         f"{_OPTIMIZER}.clip_grads:clip_grad_by_total_norm_fp32",
     )
     return [
@@ -72,17 +71,13 @@ def _always() -> list[Patch]:
     flags = {
         f"{_OPTIMIZER}:USING_PYTORCH_OPTIMIZER": False,
         f"{_DISTRIBUTED}:HAVE_APEX_OR_TE": True,
-        f"{_DISTRIBUTED}:USING_APEX_OPTIMIZER": True,
     }
     return [
         *(
             Patch(target=f"{module}:Adam", kind="replace", new=Adam, why=adam, remove_when=gone)
             for module in (_OPTIMIZER, _DISTRIBUTED)
         ),
-        *(
-            Patch(target=t, kind="replace", new=value, why=shared_step, remove_when=gone)
-            for t, value in flags.items()
-        ),
+        *(Patch(target=t, kind="replace", new=value, why=shared_step, remove_when=gone) for t, value in flags.items()),
         Patch(
             target=f"{_DISTRIBUTED}:DistributedOptimizer._set_main_param_and_optimizer_states",
             kind="wrap",
