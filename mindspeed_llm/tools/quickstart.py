@@ -115,9 +115,10 @@ def unigram_entropy() -> float:
     """Entropy in nats of the training tokens' frequencies: the loss of a model that learnt only these."""
     import numpy as np
 
-    from mindspeed_llm.data.indexed import read_tokens
+    from mindspeed_llm.data.indexed import bin_path, read_index
 
-    counts = np.bincount(read_tokens(OUT / "data" / "train_text_document"))
+    prefix = str(OUT / "data" / "train_text_document")
+    counts = np.bincount(np.fromfile(bin_path(prefix), dtype=read_index(prefix).dtype))
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 

@@ -90,8 +90,15 @@ class _StopSignal:
         return bool(flag.item())
 
 
-def train(run: Run, objective: Objective, hooks: Hooks, reporter: Reporter) -> None:
+def train(run: Run, objective: Objective, hooks: Hooks, reporter: Reporter, *, saved_at: int = -1) -> None:
     """Train until ``--train-iters`` (or samples), or until a reason to stop; then save and export. Collective.
+
+    Args:
+        run: the run.
+        objective: what a step computes.
+        hooks: where batches come from and how the run is kept.
+        reporter: what is told.
+        saved_at: the iteration that the run was taken up from, if its save need not be written again.
 
     Raises:
         SuiteError: the loss is not a number, with ``--check-for-nan-in-loss-and-grad``.
@@ -103,7 +110,7 @@ def train(run: Run, objective: Objective, hooks: Hooks, reporter: Reporter) -> N
     if cfg.training.manual_gc:
         gc.disable()
         gc.collect()
-    saved_at = evaluated_at = -1
+    evaluated_at = -1
     stopping = cfg.training.skip_train
     while progress.iteration < total and not stopping:
         update_num_microbatches(progress.consumed_samples, consistency_check=True)

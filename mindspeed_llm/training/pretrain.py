@@ -47,7 +47,9 @@ def pretrain(cfg: RunConfig) -> None:
     streams, held_out = ([], {}) if empty else open_streams(cfg, len(run.chunks), run.progress.consumed_samples)
     reporter = Reporter(cfg, total)
     reporter.start(_start_row(run, origin, total))
-    train(run, pretraining, Hooks(streams, held_out, lambda portable: _save(run, portable), _exporter(run)), reporter)
+    hooks = Hooks(streams, held_out, lambda portable: _save(run, portable), _exporter(run))
+    kept = origin.kind == "checkpoint" and origin.folder == Path(cfg.checkpoint.save or "")
+    train(run, pretraining, hooks, reporter, saved_at=origin.iteration if kept else -1)
     reporter.close()
     finalize()
 

@@ -30,10 +30,18 @@ def setup(cfg: RunConfig, load_weights: LoadWeights | None = None) -> Run:
         load_weights(chunks)
     chunks = wrap_ddp(cfg, config, chunks)
     optimizer = get_megatron_optimizer(optimizer_config(cfg), chunks, use_gloo_process_groups=False)
+    _create_states(optimizer)
     scheduler = build_scheduler(cfg, optimizer)
     _connect(cfg, config, chunks, optimizer)
     config.seal()
     return Run(cfg, config, chunks, optimizer, scheduler, Progress())
+
+
+def _create_states(optimizer: Any) -> None:
+    """Adam's means exist from the start, so that a run that took no step can be saved."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part.optimizer is not None and part.init_state_fn is not None:
+            part.init_state_fn(part.optimizer, part.config)
 
 
 def _connect(cfg: RunConfig, config: SuiteTransformerConfig, chunks: list[Any], optimizer: Any) -> None:
