@@ -125,6 +125,4 @@ def export_hf(run: Run, folder: Path) -> None:
     cfg = run.cfg
     run.gather_parameters()
     dtype = model_dtype(cfg) if cfg.checkpoint.params_dtype is None else _DTYPES[cfg.checkpoint.params_dtype]
-    save_hf(
-        run.chunks, family_of(cfg), cfg, folder, dtype=dtype, groups=parallel_groups(), source=hf_source(cfg)
-    )
+    save_hf(run.chunks, family_of(cfg), cfg, folder, dtype=dtype, groups=parallel_groups(), source=hf_source(cfg))
