@@ -29,7 +29,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.pool_worker import STACK_SIGNAL, THREAD_ENVIRONMENT, Case, Outcome
+from tests.distributed.pool_worker import STACK_SIGNAL, THREAD_ENVIRONMENT, TIDY_UP, Case, Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_WORLD_SIZE = 8
@@ -37,6 +37,7 @@ MAX_WORLD_SIZE = 8
 GRACE = 3.0
 #: Seconds for importing torch, megatron-core and transformers once, on a busy machine.
 WARM_UP_TIMEOUT = 110.0
+TIDY_UP_TIMEOUT = 30.0
 _OUTPUT_LINES = 80
 
 
@@ -89,14 +90,22 @@ class Pool:
         ranks = self._ranks[: len(cases)]
         deadline = time.monotonic() + cases[0].timeout
         for rank, case in zip(ranks, cases, strict=True):
-            rank.send(case)
+            rank.send(pickle.dumps(case))
         outcomes = _collect(ranks, deadline)
-        results = [outcome.result for outcome in outcomes.values() if outcome is not None and not outcome.failures]
-        if len(results) < len(ranks):
-            raise CaseFailed(_describe(zygote, cases[0], ranks, outcomes))
+        if not _all_well(ranks, outcomes):
+            raise CaseFailed(
+                _describe(zygote, cases[0].target, f"stuck at the deadline of {cases[0].timeout:g} s", ranks, outcomes)
+            )
+        for rank in ranks:
+            rank.send(TIDY_UP)
+        tidied = _collect(ranks, time.monotonic() + TIDY_UP_TIMEOUT)
+        if not _all_well(ranks, tidied):
+            raise CaseFailed(
+                _describe(zygote, cases[0].target, f"did not tidy up in {TIDY_UP_TIMEOUT:g} s", ranks, tidied)
+            )
         for number, rank in enumerate(ranks):
             # pytest shows it if the test fails after all.
-            if output := rank.output():
+            if output := rank.take_output():
                 sys.stdout.write(f"--- rank {number}\n{output}\n")
         return [pickle.loads(outcome.result) for _, outcome in sorted(outcomes.items()) if outcome is not None]
 
@@ -133,11 +142,16 @@ class _Rank:
     folder: Path
     exit_code: int | None = None
 
-    def send(self, case: Case) -> None:
-        os.truncate(self.folder / "output", 0)
+    def send(self, message: bytes) -> None:
         # A rank that died between cases shows up as one that hung up when its answer is read.
         with contextlib.suppress(BrokenPipeError):
-            self.connection.send_bytes(pickle.dumps(case))
+            self.connection.send_bytes(message)
+
+    def take_output(self) -> str:
+        """What the rank has written since it was last asked."""
+        output = self.output()
+        os.truncate(self.folder / "output", 0)
+        return output
 
     def output(self) -> str:
         lines = (self.folder / "output").read_text(errors="replace").splitlines()
@@ -232,6 +246,10 @@ def _collect(ranks: list[_Rank], deadline: float) -> dict[int, Outcome | None]:
     return outcomes
 
 
+def _all_well(ranks: list[_Rank], outcomes: Mapping[int, Outcome | None]) -> bool:
+    return sum(outcome is not None and not outcome.failures for outcome in outcomes.values()) == len(ranks)
+
+
 def _receive(rank: _Rank) -> Outcome | None:
     try:
         return pickle.loads(rank.connection.recv_bytes())
@@ -239,13 +257,13 @@ def _receive(rank: _Rank) -> Outcome | None:
         return None
 
 
-def _describe(zygote: _Zygote, case: Case, ranks: list[_Rank], outcomes: Mapping[int, Outcome | None]) -> str:
+def _describe(
+    zygote: _Zygote, target: str, when_late: str, ranks: list[_Rank], outcomes: Mapping[int, Outcome | None]
+) -> str:
     """One line for each rank, then what is known of each: traceback, stack, output."""
     late = len(outcomes) < len(ranks)
     failed = any(outcome is None or outcome.failures for outcome in outcomes.values())
-    why_late = (
-        f"aborted {GRACE:g} s after another rank failed" if failed else f"stuck at the deadline of {case.timeout:g} s"
-    )
+    why_late = f"aborted {GRACE:g} s after another rank failed" if failed else when_late
     living = {number: rank for number, rank in enumerate(ranks) if outcomes.get(number, True) is not None}
     stacks = _stacks(living) if late else {}
     headings: list[str] = []
@@ -266,7 +284,7 @@ def _describe(zygote: _Zygote, case: Case, ranks: list[_Rank], outcomes: Mapping
             body.append(f"output:\n{output}")
         headings.append(f"  rank {number}: {heading}")
         bodies.append("\n".join([f"--- rank {number}: {heading}", *body]))
-    return "\n".join([f"{case.target} failed on {len(ranks)} rank(s)", *headings, *bodies])
+    return "\n".join([f"{target} failed on {len(ranks)} rank(s)", *headings, *bodies])
 
 
 def _exit_status(zygote: _Zygote, rank: _Rank) -> str:

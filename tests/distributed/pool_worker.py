@@ -18,8 +18,9 @@ import re
 import signal
 import socket
 import sys
+import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -38,8 +39,11 @@ WARM_UP = (
     "transformers.models.qwen2.modeling_qwen2",
 )
 STACK_SIGNAL = signal.SIGUSR1
+TIDY_UP = b"tidy up"
 DEFAULT_SEED = 1234
 _PR_SET_PDEATHSIG = 1
+#: Seconds; a thread that has been told to end needs a turn on a processor for it.
+_THREADS_END_WITHIN = 2.0
 #: megatron-core names its groups so (``TENSOR_MODEL_PARALLEL_GROUP``); those go with the world and are not leaks.
 _MEGATRON_GROUP = re.compile(r"[A-Z_]+_GROUP")
 
@@ -149,37 +153,24 @@ def _become_rank(connection: Connection, folder: str) -> None:
 
 
 def _serve(connection: Connection) -> None:
+    """Run a case, say how it went, and tidy up once told that every rank is done with it.
+
+    A rank that closed its groups by itself would cut off one that is still connecting.
+    """
     while True:
         try:
-            request = connection.recv_bytes()
+            world = _World(pickle.loads(connection.recv_bytes()))
+            _send(connection, world.run())
+            if connection.recv_bytes() == TIDY_UP:
+                _send(connection, world.close())
         except EOFError:
             return
-        outcome = run_case(pickle.loads(request))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        connection.send_bytes(pickle.dumps(outcome))
 
 
-def run_case(case: Case) -> Outcome:
-    """Run ``case`` in a fresh world and report its result, its exception, and what it leaked."""
-    outcome = Outcome()
-    world = _World(case)
-    try:
-        world.open()
-        module, _, name = case.target.partition(":")
-        function = getattr(importlib.import_module(module), name)
-        outcome.result = pickle.dumps(function(**case.kwargs), protocol=pickle.HIGHEST_PROTOCOL)
-    except BaseException:
-        # Every way of failing, SystemExit included, has to reach the test that asked.
-        outcome.failures.append(traceback.format_exc())
-    for step in world.closing_steps(failed=bool(outcome.failures)):
-        try:
-            step()
-        except Leak as leak:
-            outcome.failures.append(f"leaked: {leak}")
-        except BaseException:
-            outcome.failures.append(f"while tidying up after the case:\n{traceback.format_exc()}")
-    return outcome
+def _send(connection: Connection, outcome: Outcome) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    connection.send_bytes(pickle.dumps(outcome))
 
 
 class _World:
@@ -199,7 +190,7 @@ class _World:
         if parallel_state := sys.modules.get("megatron.core.parallel_state"):
             self.parallel_state = dict(vars(parallel_state))
 
-    def open(self) -> None:
+    def _open(self) -> None:
         """Environment, seeds and, when asked for, the default process group."""
         case = self.case
         os.environ.update(
@@ -214,16 +205,36 @@ class _World:
         if case.process_group:
             _init_process_group(case)
 
-    def closing_steps(self, *, failed: bool) -> Iterator[Callable[[], None]]:
-        """Checks and resets, each run even if an earlier one failed."""
-        if not failed:
-            yield self._check_groups
-        yield self._destroy_megatron_state
-        yield _destroy_process_groups
-        yield self._restore_torch_state
-        yield self._check_modules
-        yield self._check_patches
-        yield self._restore_environment
+    def run(self) -> Outcome:
+        """Run the case in this fresh world: its result, or its exception."""
+        try:
+            self._open()
+            module, _, name = self.case.target.partition(":")
+            function = getattr(importlib.import_module(module), name)
+            return Outcome(pickle.dumps(function(**self.case.kwargs), protocol=pickle.HIGHEST_PROTOCOL))
+        except BaseException:
+            # Every way of failing, SystemExit included, has to reach the test that asked.
+            return Outcome(failures=[traceback.format_exc()])
+
+    def close(self) -> Outcome:
+        """Check and reset, each step even if an earlier one failed: what the case leaked."""
+        outcome = Outcome()
+        for step in (
+            self._check_groups,
+            self._destroy_megatron_state,
+            _destroy_process_groups,
+            self._restore_torch_state,
+            self._check_modules,
+            self._check_patches,
+            self._restore_environment,
+        ):
+            try:
+                step()
+            except Leak as leak:
+                outcome.failures.append(f"leaked: {leak}")
+            except BaseException:
+                outcome.failures.append(f"while tidying up after the case:\n{traceback.format_exc()}")
+        return outcome
 
     def _check_groups(self) -> None:
         import torch.distributed as dist
@@ -332,10 +343,20 @@ def _destroy_process_groups() -> None:
     # in C++, shows as garbage only once the optimizer is gone: hence twice.
     gc.collect()
     gc.collect()
-    threads = [Path("/proc/self/task", task, "comm").read_text().strip() for task in os.listdir("/proc/self/task")]
-    alive = sum("gloo" in name for name in threads)
-    if alive:
-        raise Leak(f"{alive} gloo threads are left: something still holds a process group of the case")
+    limit = time.monotonic() + _THREADS_END_WITHIN
+    while alive := _gloo_threads():
+        if time.monotonic() > limit:
+            raise Leak(f"{alive} gloo threads are left: something still holds a process group of the case")
+        time.sleep(0.01)
+
+
+def _gloo_threads() -> int:
+    names: list[str] = []
+    for task in os.listdir("/proc/self/task"):
+        # A thread may end between the two looks.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            names.append(Path("/proc/self/task", task, "comm").read_text())
+    return sum("gloo" in name for name in names)
 
 
 def _break_megatron_cycles() -> None:
