@@ -1,21 +1,30 @@
 """The suite's own checkpoints: megatron-core's ``torch_dist`` in a folder that is complete or invisible.
 
+.. code-block:: text
+
     <root>/latest_checkpointed_iteration.txt      the tracker: the newest complete iteration
     <root>/iter_0000010/                          one save: common.pt, metadata.json, __<rank>_<n>.distcp, .metadata
     <root>/iter_0000010.tmp/                      a save that did not finish: never read, replaced by the next
 """
+
+# pyright: basic, reportMissingTypeStubs=false
+# Everything here is megatron-core, which has no types.
 
 from __future__ import annotations
 
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 
+import mindspeed_llm.core  # noqa: F401  the device seam comes before megatron-core
 from mindspeed_llm.errors import CheckpointError
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.validation import StrictHandling
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -96,14 +105,12 @@ def load(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
         CheckpointError: the save lacks something that ``state`` asks for, or its pieces do not fit.
     """
     try:
-        return dist_checkpointing.load(
-            state, str(folder), strict=dist_checkpointing.validation.StrictHandling.RAISE_UNEXPECTED
-        )
-    except (dist_checkpointing.core.CheckpointingException, KeyError, ValueError, RuntimeError) as error:
+        return cast(dict[str, Any], dist_checkpointing.load(state, str(folder), strict=StrictHandling.RAISE_UNEXPECTED))
+    except (CheckpointingException, KeyError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             f"the checkpoint {folder} does not fit this run",
             got=f"{type(error).__name__}: {error}"[:600],
-            fix="resume with the model and flags of the run that saved it, or --finetune/--no-load-optim for weights only",
+            fix="resume with the flags of the run that saved it; --finetune or --no-load-optim take only weights",
         ) from error
 
 

@@ -58,9 +58,7 @@ def _set_up_logging(level: int | None) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status: 2 for a mistake in the configuration, 1 for other known faults."""
     try:
-        cfg = parse_pretrain(
-            sys.argv[1:] if argv is None else argv, environ=os.environ, family_values=family_layer
-        )
+        cfg = parse_pretrain(sys.argv[1:] if argv is None else argv, environ=os.environ, family_values=family_layer)
         _set_up_logging(cfg.logging.logging_level)
         from mindspeed_llm.training.pretrain import pretrain
 

@@ -44,6 +44,9 @@ class TrainingConfig:
     skip_train: bool = False
     """Do not train: only evaluate, then leave."""
 
+    op: tuple[str, ...] = ()
+    """Implementations of fused ops to use instead of the device's best, as OP=IMPLEMENTATION."""
+
     deterministic_mode: bool = False
     """Use only algorithms whose results repeat bit for bit; refuse the others."""
 

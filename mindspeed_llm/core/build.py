@@ -9,17 +9,18 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state
-from megatron.core.activations import quick_gelu, squared_relu
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer.module import Float16Module, MegatronModule
 
 from mindspeed_llm.config.model import ModelConfig
 from mindspeed_llm.config.run import RunConfig
 from mindspeed_llm.core.transformer.config import SuiteTransformerConfig
 from mindspeed_llm.core.transformer.model import SuiteGPTModel
 from mindspeed_llm.core.transformer.specs import gpt_block_spec
+
+from megatron.core import parallel_state
+from megatron.core.activations import quick_gelu, squared_relu
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.module import Float16Module, MegatronModule
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,

@@ -133,7 +133,7 @@ def _build() -> types.SimpleNamespace:
         "amp": torch.cuda.amp,
         "nvtx": types.SimpleNamespace(range_push=_nothing, range_pop=_nothing),
     }
-    names |= {name: _nothing for name in ("set_device", "set_stream", "synchronize", "empty_cache", "ipc_collect")}
+    names |= dict.fromkeys(("set_device", "set_stream", "synchronize", "empty_cache", "ipc_collect"), _nothing)
     for scalar in ("Float", "Double", "Half", "BFloat16", "Byte", "Int", "Long"):
         names[f"{scalar}Tensor"] = getattr(torch, f"{scalar}Tensor")
     namespace = types.SimpleNamespace(**names)

@@ -23,9 +23,9 @@ from mindspeed_llm.device.base import Device, current
 PREFIX = "megatron.core"
 
 _FACTORIES = (
-    "arange as_tensor empty empty_like empty_strided eye full full_like linspace ones ones_like rand rand_like randint"
-    " randn randn_like randperm tensor zeros zeros_like"
-).split()
+    *("arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace", "ones"),
+    *("ones_like", "rand", "rand_like", "randint", "randn", "randn_like", "randperm", "tensor", "zeros", "zeros_like"),
+)
 
 
 class _TorchFor(types.ModuleType):

@@ -73,7 +73,9 @@ def run(command: Sequence[str], log: Path, **environment: str) -> None:
         )
     if process.returncode != 0:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
-        raise SuiteError(f"{' '.join(command[:4])} ... failed with status {process.returncode}:\n{tail}", fix=f"see {log}")
+        raise SuiteError(
+            f"{' '.join(command[:4])} ... failed with status {process.returncode}:\n{tail}", fix=f"see {log}"
+        )
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -135,7 +137,13 @@ def resumed_equally(rows: Sequence[Mapping[str, Any]]) -> bool:
 
 def validation_samples() -> list[list[int]]:
     """The token ids, label of the last included, of the samples that the run evaluates on."""
-    command = [sys.executable, "-m", "mindspeed_llm.tools.samples", "--data-path", str(OUT / "data/valid_text_document")]
+    command = [
+        sys.executable,
+        "-m",
+        "mindspeed_llm.tools.samples",
+        "--data-path",
+        str(OUT / "data/valid_text_document"),
+    ]
     command += ["--seq-length", str(SEQ_LENGTH), "--count", str(EVAL_SAMPLES), "--print-split", "valid"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     rows = [json.loads(line) for line in printed.splitlines()]
@@ -147,7 +155,7 @@ def ask_transformers() -> tuple[float, str]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(OUT / "hf", dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(OUT / "hf", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(OUT / "hf")
     samples = torch.tensor(validation_samples())
     with torch.no_grad():

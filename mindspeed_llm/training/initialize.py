@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 import random
 import tempfile
@@ -10,14 +11,19 @@ import tempfile
 import numpy as np
 import torch
 import torch.distributed as dist
+
+from mindspeed_llm import ops
+from mindspeed_llm.config.run import RunConfig
+from mindspeed_llm.core.build import model_dtype
+from mindspeed_llm.device import current
+
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.num_microbatches_calculator import (
     init_num_microbatches_calculator,
     unset_num_microbatches_calculator,
 )
 
-from mindspeed_llm.config.run import RunConfig
-from mindspeed_llm.device import current
+logger = logging.getLogger(__name__)
 
 
 def initialize(cfg: RunConfig) -> None:
@@ -48,6 +54,7 @@ def initialize(cfg: RunConfig) -> None:
         create_gloo_process_groups=device.type != "cpu",
     )
     seed_everything(cfg)
+    activate_ops(cfg)
     unset_num_microbatches_calculator()
     training = cfg.training
     init_num_microbatches_calculator(
@@ -57,6 +64,19 @@ def initialize(cfg: RunConfig) -> None:
         training.micro_batch_size,  # pyright: ignore[reportArgumentType]
         parallel_state.get_data_parallel_world_size(),
     )
+
+
+def activate_ops(cfg: RunConfig) -> None:
+    """Choose the implementation of every fused op, once, and say which.
+
+    Raises:
+        OpUnavailableError: ``--op`` asks for one that does not exist or cannot run here.
+    """
+    choices = ops.parse_choices(cfg.training.op)
+    table = ops.choose(ops.registry(), device=current().type, dtype=model_dtype(cfg), choices=choices)
+    ops.activate(table)
+    for row in table.rows():
+        logger.info("op %s: %s (%s; %s)", row.op, row.impl, row.reason, row.status)
 
 
 def seed_everything(cfg: RunConfig) -> None:

@@ -13,11 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.num_microbatches_calculator import (
-    get_current_global_batch_size,
-    get_num_microbatches,
-    update_num_microbatches,
-)
 
 from mindspeed_llm.config.run import RunConfig
 from mindspeed_llm.device import current
@@ -26,6 +21,12 @@ from mindspeed_llm.training.objective import Batch, Objective
 from mindspeed_llm.training.report import Reporter
 from mindspeed_llm.training.state import Run
 from mindspeed_llm.training.step import StepResult, evaluate, train_step
+
+from megatron.core.num_microbatches_calculator import (
+    get_current_global_batch_size,
+    get_num_microbatches,
+    update_num_microbatches,
+)
 
 logger = logging.getLogger(__name__)
 

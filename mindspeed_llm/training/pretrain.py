@@ -22,7 +22,7 @@ from mindspeed_llm.training.save_load import load_checkpoint, save_checkpoint
 from mindspeed_llm.training.setup import setup
 from mindspeed_llm.training.state import Run
 from mindspeed_llm.training.streams import open_streams
-from mindspeed_llm.training.weights import Origin, export_hf, family_of, find_origin, load_from_hf
+from mindspeed_llm.training.weights import Origin, check_exports, export_hf, find_origin, load_from_hf
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +34,7 @@ def pretrain(cfg: RunConfig) -> None:
         SuiteError: anything that the user can mend, before time is spent wherever it can be known then.
     """
     origin = find_origin(cfg)
-    if cfg.checkpoint.save_hf is not None:
-        family_of(cfg)
+    check_exports(cfg)
     initialize(cfg)
     if dist.get_rank() == 0:
         logger.info("configuration, values that are not defaults:\n%s", format_non_default(cfg))
@@ -69,7 +68,7 @@ def _save(run: Run, portable: bool) -> None:
         save_checkpoint(run, portable=portable)
 
 
-def _exporter(run: Run):  # noqa: ANN202  a closure
+def _exporter(run: Run):
     def export(last: bool) -> None:
         target = run.cfg.checkpoint.save_hf
         if target is not None:

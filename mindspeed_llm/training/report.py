@@ -130,7 +130,7 @@ class WeightsAndBiases:
 
 
 def _sinks(cfg: RunConfig) -> list[Sink]:
-    """What this rank writes to: the last rank everything, as in Megatron-LM, where it is the one that knows the loss."""
+    """What this rank writes to: the last rank everything, as in Megatron-LM, where it alone knows the loss."""
     if dist.get_rank() != dist.get_world_size() - 1:
         return []
     options = cfg.logging

@@ -6,17 +6,20 @@ import logging
 import random
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
-from megatron.core import parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing import ShardedObject
-from megatron.core.utils import unwrap_model
 
 from mindspeed_llm.checkpoint import mcore_io
+from mindspeed_llm.core.groups import data_group, pipeline_group, tensor_group
 from mindspeed_llm.errors import CheckpointError
 from mindspeed_llm.training.state import Run
+
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from megatron.core.utils import unwrap_model
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +31,7 @@ def _metadata(optimizer_form: str | None) -> dict[str, Any]:
     metadata: dict[str, Any] = {
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "dp_cp_group": data_group(),
     }
     if optimizer_form is not None:
         metadata[SHARDING] = optimizer_form
@@ -45,22 +48,25 @@ def _model_state(run: Run, metadata: dict[str, Any]) -> dict[str, Any]:
     return {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _bare_chunks(run).items()}
 
 
+def _tracker() -> CudaRNGStatesTracker:
+    return cast(CudaRNGStatesTracker, tensor_parallel.get_cuda_rng_tracker())
+
+
 def _rng_state() -> ShardedObject:
     """Every generator of this rank; data-parallel replicas share theirs."""
     state = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
-        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+        "tracker": _tracker().get_states(),
     }
-    stages = parallel_state.get_pipeline_model_parallel_group()
-    parts = parallel_state.get_tensor_model_parallel_group()
+    stages, parts = pipeline_group(), tensor_group()
     return ShardedObject(
         "rng_state",
         state,
         (stages.size(), parts.size()),
         (stages.rank(), parts.rank()),
-        replica_id=parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        replica_id=data_group().rank(),
     )
 
 
@@ -161,4 +167,4 @@ def _set_rng_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+    _tracker().set_states(state["tracker"])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from mindspeed_llm.config.run import RunConfig
+
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
-from mindspeed_llm.config.run import RunConfig
 
 
 def build_scheduler(cfg: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

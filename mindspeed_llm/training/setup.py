@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron.core.distributed import finalize_model_grads
-from megatron.core.optimizer import get_megatron_optimizer
-
 from mindspeed_llm.config.run import RunConfig
 from mindspeed_llm.core.build import build_chunks, optimizer_config, transformer_config, wrap_ddp
 from mindspeed_llm.core.transformer.config import SuiteTransformerConfig
 from mindspeed_llm.training.schedule import build_scheduler
 from mindspeed_llm.training.state import Progress, Run
+
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import get_megatron_optimizer
 
 LoadWeights = Callable[[list[Any]], None]
 
@@ -47,14 +47,16 @@ def _create_states(optimizer: Any) -> None:
 def _connect(cfg: RunConfig, config: SuiteTransformerConfig, chunks: list[Any], optimizer: Any) -> None:
     """The callbacks through which megatron-core's schedules reach data parallelism and loss scaling."""
     one = len(chunks) == 1
+    # Declared as one callable, and with interleaved chunks read as a list of them.
+    callbacks: Any = config
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
     if cfg.ddp.overlap_grad_reduce:
-        config.no_sync_func = chunks[0].no_sync if one else [chunk.no_sync for chunk in chunks]
+        callbacks.no_sync_func = chunks[0].no_sync if one else [chunk.no_sync for chunk in chunks]
         if config.virtual_pipeline_model_parallel_size and _aligned_grad_reduce(cfg):
-            config.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
+            callbacks.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
     if cfg.value("overlap_param_gather") and cfg.ddp.align_param_gather:
-        config.param_sync_func = chunks[0].start_param_sync if one else [chunk.start_param_sync for chunk in chunks]
+        callbacks.param_sync_func = chunks[0].start_param_sync if one else [chunk.start_param_sync for chunk in chunks]
 
 
 def _aligned_grad_reduce(cfg: RunConfig) -> bool:

@@ -8,14 +8,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from mindspeed_llm.core.groups import data_group, pipeline_group
+from mindspeed_llm.device import current
+from mindspeed_llm.training.objective import Batch, Objective
+from mindspeed_llm.training.state import Run
+
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_micro_batch_size, get_num_microbatches
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
-
-from mindspeed_llm.device import current
-from mindspeed_llm.training.objective import Batch, Objective
-from mindspeed_llm.training.state import Run
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,8 @@ def _mean_loss(reports: list[dict[str, torch.Tensor]]) -> tuple[float, int]:
     total = torch.zeros(2, dtype=torch.float64, device=current().torch_device)
     if reports:
         total += torch.stack([report["lm loss"] for report in reports]).sum(0)
-        dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-    stages = parallel_state.get_pipeline_model_parallel_group()
+        dist.all_reduce(total, group=data_group())
+    stages = pipeline_group()
     if stages.size() > 1:
         dist.broadcast(total, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=stages)
     loss, count = total.tolist()
@@ -88,7 +90,7 @@ def train_step(run: Run, objective: Objective, batches: Sequence[Iterator[Batch]
     loss_scale = float(run.optimizer.get_loss_scale().item())
     learning_rate = get_canonical_lr_for_logging(run.optimizer.param_groups) or 0.0
     weight_decay = max((group["weight_decay"] for group in run.optimizer.param_groups), default=0.0)
-    updated, grad_norm, _ = run.optimizer.step()
+    updated, grad_norm, _ = run.optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]  typed as abstract
     if updated:
         data_parallel = parallel_state.get_data_parallel_world_size()
         run.scheduler.step(increment=micro_batches * get_micro_batch_size() * data_parallel)

@@ -30,9 +30,7 @@ def open_streams(
     """
     tokenizer = tokenizer_of(cfg)
     needed = rank_needs_data(cfg)
-    built = build_datasets(
-        cfg, tokenizer, split_sizes(cfg), is_built_on_rank=lambda: needed or dist.get_rank() == 0
-    )
+    built = build_datasets(cfg, tokenizer, split_sizes(cfg), is_built_on_rank=lambda: needed or dist.get_rank() == 0)
     stages: list[int | None] = [None] if chunks == 1 else list(range(chunks))
 
     def open_split(dataset: Any, consumed: int) -> Streams:

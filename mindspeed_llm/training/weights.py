@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from megatron.core import parallel_state
 
 from mindspeed_llm.checkpoint import hf_io, mcore_io
-from mindspeed_llm.checkpoint.engine import ParallelGroups, load_hf_weights, save_hf
+from mindspeed_llm.checkpoint.engine import ParallelGroups, check_export, load_hf_weights, save_hf
 from mindspeed_llm.config.run import RunConfig
 from mindspeed_llm.core.build import model_dtype
+from mindspeed_llm.core.groups import data_group, pipeline_group, tensor_group
 from mindspeed_llm.errors import CheckpointError, ConfigError
 from mindspeed_llm.models.family import ModelFamily
 from mindspeed_llm.models.registry import family_by_name
@@ -94,19 +94,15 @@ def load_from_hf(cfg: RunConfig, folder: Path, chunks: list[Any]) -> None:
         chunks,
         family_of(cfg),
         folder,
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+        tp_rank=tensor_group().rank(),
+        tp_size=tensor_group().size(),
         cfg=cfg,
     )
 
 
 def parallel_groups() -> ParallelGroups:
     """This rank's groups, as the conversion engine takes them."""
-    return ParallelGroups(
-        tp=parallel_state.get_tensor_model_parallel_group(),
-        pp=parallel_state.get_pipeline_model_parallel_group(),
-        dp=parallel_state.get_data_parallel_group(with_context_parallel=True),
-    )
+    return ParallelGroups(tp=tensor_group(), pp=pipeline_group(), dp=data_group())
 
 
 def hf_source(cfg: RunConfig) -> Path | None:
@@ -120,9 +116,33 @@ def hf_source(cfg: RunConfig) -> Path | None:
     return None
 
 
+def export_dtype(cfg: RunConfig) -> torch.dtype:
+    """The dtype of exported weights: ``--params-dtype``, else the model's."""
+    return model_dtype(cfg) if cfg.checkpoint.params_dtype is None else _DTYPES[cfg.checkpoint.params_dtype]
+
+
+def check_exports(cfg: RunConfig) -> None:
+    """Learn before training whether ``--save-hf`` can be done.
+
+    Raises:
+        SuiteError: nothing says which family it is, the family cannot express the model, or the folder is taken.
+    """
+    if cfg.checkpoint.save_hf is not None:
+        check_export(family_of(cfg), cfg, cfg.checkpoint.save_hf, dtype=export_dtype(cfg), source=hf_source(cfg))
+
+
 def export_hf(run: Run, folder: Path) -> None:
     """Write the run's weights as a Hugging Face folder. Collective."""
     cfg = run.cfg
     run.gather_parameters()
-    dtype = model_dtype(cfg) if cfg.checkpoint.params_dtype is None else _DTYPES[cfg.checkpoint.params_dtype]
-    save_hf(run.chunks, family_of(cfg), cfg, folder, dtype=dtype, groups=parallel_groups(), source=hf_source(cfg))
+    named = cfg.tokenizer.tokenizer_name_or_path
+    save_hf(
+        run.chunks,
+        family_of(cfg),
+        cfg,
+        folder,
+        dtype=export_dtype(cfg),
+        groups=parallel_groups(),
+        source=hf_source(cfg),
+        tokenizer=named if named is not None and Path(named).is_dir() else None,
+    )

@@ -89,7 +89,7 @@ def transformers_side(micro_batch: int, *, pure_bf16: bool = False) -> Step:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     shape = {key: value for key, value in SHAPE.items() if key not in ("model_type", "architectures")}
-    model = Qwen2ForCausalLM(Qwen2Config(**shape)).train()
+    model: Any = Qwen2ForCausalLM(Qwen2Config(**shape)).train()
     if pure_bf16:
         model = model.to(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1, fused=True)

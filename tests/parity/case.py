@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from mindspeed_llm.checkpoint import hf_io
-from mindspeed_llm.checkpoint.engine import ParallelGroups, iter_hf_weights, load_hf_weights
+from mindspeed_llm.checkpoint.engine import iter_hf_weights, load_hf_weights
 from mindspeed_llm.config.resolve import from_values
+from mindspeed_llm.core.groups import data_group
 from mindspeed_llm.models.registry import family_for
 from mindspeed_llm.training.initialize import initialize
 from mindspeed_llm.training.objective import Batch, pretraining
 from mindspeed_llm.training.setup import setup
 from mindspeed_llm.training.state import Run
 from mindspeed_llm.training.step import train_step
+from mindspeed_llm.training.weights import parallel_groups
 from tests.parity.reference import RECIPE, Trace
+
+from megatron.core import parallel_state
 
 _SIZES = {
     "tp": "tensor_model_parallel_size",
@@ -78,9 +80,7 @@ def open_run(folder: str, values: dict[str, Any]) -> Run:
     """A run of the folder's model and weights."""
     hf_config = hf_io.read_config(folder)
     family = family_for(hf_config)
-    cfg = from_values(
-        {**family.config_to_values(hf_config), **values}, world_size=dist.get_world_size()
-    )
+    cfg = from_values({**family.config_to_values(hf_config), **values}, world_size=dist.get_world_size())
     initialize(cfg)
 
     def load(chunks: list[Any]) -> None:
@@ -91,18 +91,9 @@ def open_run(folder: str, values: dict[str, Any]) -> Run:
     return setup(cfg, load)
 
 
-def groups() -> ParallelGroups:
-    """The groups of this rank."""
-    return ParallelGroups(
-        parallel_state.get_tensor_model_parallel_group(),
-        parallel_state.get_pipeline_model_parallel_group(),
-        parallel_state.get_data_parallel_group(),
-    )
-
-
 def _gather_sharded_gradients(run: Run) -> None:
     """With the distributed optimizer each replica has reduced only its share of a bucket."""
-    group = parallel_state.get_data_parallel_group()
+    group = data_group()
     for chunk in run.chunks:
         for buffer in chunk.buffers:
             for bucket in buffer.buckets:
@@ -119,7 +110,7 @@ def gradients(run: Run, folder: str) -> dict[str, torch.Tensor]:
     for parameter in parameters:
         parameter.data = parameter.main_grad.clone()
     family = family_for(hf_io.read_config(folder))
-    found = {name: g.clone() for name, g in iter_hf_weights(run.chunks, family, run.cfg, groups=groups())}
+    found = {name: g.clone() for name, g in iter_hf_weights(run.chunks, family, run.cfg, groups=parallel_groups())}
     for parameter, weight in zip(parameters, weights, strict=True):
         parameter.data = weight
     return found

@@ -64,9 +64,7 @@ def compare(ranks: list[Trace], reference: Trace) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["qwen2", "qwen2-tied", "llama"])
-def test_layout_equals_transformers(
-    pool: Pool, models: dict[str, tuple[Path, Trace]], name: str, layout: str
-) -> None:
+def test_layout_equals_transformers(pool: Pool, models: dict[str, tuple[Path, Trace]], name: str, layout: str) -> None:
     folder, reference = models[name]
     world, _ = parse_layout(layout)
     ranks = pool.run(

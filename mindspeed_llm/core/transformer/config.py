@@ -6,12 +6,12 @@ import copy
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from megatron.core.transformer.transformer_config import TransformerConfig
-
 from mindspeed_llm.errors import ConfigError
 
+from megatron.core.transformer.transformer_config import TransformerConfig
+
 WRITTEN_AT_RUN_TIME = frozenset(
-    "no_sync_func grad_sync_func param_sync_func grad_scale_func finalize_model_grads_func timers".split()
+    ["no_sync_func", "grad_sync_func", "param_sync_func", "grad_scale_func", "finalize_model_grads_func", "timers"]
 )
 """The callbacks that megatron-core's schedules read from the configuration and that a run sets after building it."""
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
 
 from mindspeed_llm.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from mindspeed_llm.core.transformer.config import SuiteTransformerConfig
 from mindspeed_llm.core.transformer.rotary import ScaledRotaryEmbedding
+
+from megatron.core.models.gpt import GPTModel
 
 
 class SuiteGPTModel(GPTModel):

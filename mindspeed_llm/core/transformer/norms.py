@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mindspeed_llm import ops
 from mindspeed_llm.core.transformer.config import SuiteTransformerConfig
 
 
@@ -49,10 +50,13 @@ class RMSNorm(torch.nn.Module):
         self.eps = eps
         self.zero_centered = config.layernorm_zero_centered_gamma
         self.weight = _norm_parameter(config, hidden_size, 0.0 if self.zero_centered else 1.0)
+        self.op = ops.active()["rms_norm"]
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., hidden_size]`` to the same."""
-        return rms_norm(x, self.weight, self.eps, self.zero_centered)
+        if self.zero_centered or self.weight.dtype != x.dtype:
+            return rms_norm(x, self.weight, self.eps, self.zero_centered)
+        return self.op(x, self.weight, self.eps)
 
 
 class LayerNorm(torch.nn.Module):

@@ -6,9 +6,10 @@ import math
 from typing import Any
 
 import torch
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 from mindspeed_llm.core.transformer.config import SuiteTransformerConfig
+
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 
 def inverse_frequencies(config: SuiteTransformerConfig, dim: int, base: float, seq_length: int) -> torch.Tensor:
@@ -71,7 +72,7 @@ class ScaledRotaryEmbedding(RotaryEmbedding):
         self, config: SuiteTransformerConfig, rotary_percent: float, rotary_base: float, cp_group: Any
     ) -> None:
         super().__init__(
-            kv_channels=config.kv_channels,
+            kv_channels=config.kv_channels,  # pyright: ignore[reportArgumentType]  derived by now
             rotary_percent=rotary_percent,
             rotary_interleaved=config.rotary_interleaved,
             rotary_base=rotary_base,  # pyright: ignore[reportArgumentType]  Hugging Face writes 10000.0

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from mindspeed_llm.core.transformer.attention import CoreAttention
+from mindspeed_llm.core.transformer.config import SuiteTransformerConfig
+from mindspeed_llm.core.transformer.norms import LayerNorm, RMSNorm
+
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
@@ -11,10 +15,6 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-
-from mindspeed_llm.core.transformer.attention import CoreAttention
-from mindspeed_llm.core.transformer.config import SuiteTransformerConfig
-from mindspeed_llm.core.transformer.norms import LayerNorm, RMSNorm
 
 
 class SuiteSpecProvider(LocalSpecProvider):
@@ -49,10 +49,10 @@ def gpt_layer_spec(config: SuiteTransformerConfig) -> ModuleSpec:
                     k_layernorm=qk_norm,
                 ),
             ),
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]  a function, as upstream
             pre_mlp_layernorm=norm,
             mlp=get_mlp_module_spec_for_backend(backend=backend),
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
         ),
     )
 
@@ -60,4 +60,4 @@ def gpt_layer_spec(config: SuiteTransformerConfig) -> ModuleSpec:
 def gpt_block_spec(config: SuiteTransformerConfig, layers: int) -> TransformerBlockSubmodules:
     """``layers`` equal layers and the final norm of a pipeline chunk."""
     norm = SuiteSpecProvider().layer_norm(rms_norm=config.normalization == "RMSNorm")
-    return TransformerBlockSubmodules(layer_specs=[gpt_layer_spec(config)] * layers, layer_norm=norm)
+    return TransformerBlockSubmodules(layer_specs=[gpt_layer_spec(config)] * layers, layer_norm=norm)  # pyright: ignore
