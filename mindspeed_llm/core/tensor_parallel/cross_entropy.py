@@ -8,12 +8,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-ROWS_AT_A_TIME = 256
-"""Tokens whose float32 logits exist at once: a few MiB, so that passes over them stay in cache."""
+BLOCK = 2**19
+"""Float32 logits that exist at once: 2 MiB, so that the passes over them stay in cache (2.6x of one pass over all)."""
 
 
-def _spans(rows: int) -> Iterator[slice]:
-    return (slice(first, first + ROWS_AT_A_TIME) for first in range(0, rows, ROWS_AT_A_TIME))
+def _spans(rows: int, width: int) -> Iterator[slice]:
+    step = max(1, BLOCK // width)
+    return (slice(first, first + step) for first in range(0, rows, step))
+
+
+def _shifted(logits: torch.Tensor, highest: torch.Tensor) -> torch.Tensor:
+    """``logits - highest`` per row, in float32, in memory of its own."""
+    return logits.to(torch.float32, copy=True).sub_(highest[:, None])
 
 
 class _VocabParallelNll(torch.autograd.Function):
@@ -35,13 +41,13 @@ class _VocabParallelNll(torch.autograd.Function):
 
         rows = flat.shape[0]
         highest = torch.empty(rows, dtype=torch.float32, device=logits.device)
-        for span in _spans(rows):
+        for span in _spans(rows, width):
             highest[span] = flat[span, :real].amax(-1).float() if real else -torch.inf
         if size > 1:
             dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
         total = torch.empty_like(highest)
-        for span in _spans(rows):
-            total[span] = (flat[span, :real].float() - highest[span, None]).exp_().sum(-1)
+        for span in _spans(rows, width):
+            total[span] = _shifted(flat[span, :real], highest[span]).exp_().sum(-1)
         at_target = flat.gather(1, index[:, None])[:, 0].float().masked_fill_(~mine, 0.0)
         if size > 1:
             both = torch.stack([total, at_target])
@@ -60,8 +66,8 @@ class _VocabParallelNll(torch.autograd.Function):
         scale = weight / total
         out = torch.empty_like(flat)
         out[:, ctx.real :] = 0
-        for span in _spans(flat.shape[0]):
-            share = (flat[span, : ctx.real].float() - highest[span, None]).exp_().mul_(scale[span, None])
+        for span in _spans(*flat.shape):
+            share = _shifted(flat[span, : ctx.real], highest[span]).exp_().mul_(scale[span, None])
             here = mine[span].nonzero()[:, 0]
             share[here, index[span][here]] -= weight[span][here]
             out[span, : ctx.real] = share

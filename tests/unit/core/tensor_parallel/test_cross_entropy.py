@@ -8,9 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mindspeed_llm.core  # noqa: F401  the seam comes first
-from mindspeed_llm.core.tensor_parallel.cross_entropy import ROWS_AT_A_TIME, vocab_parallel_cross_entropy
+from mindspeed_llm.core.tensor_parallel import cross_entropy
+from mindspeed_llm.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
 VOCAB, PADDED = 37, 48
+ROWS = 8
 #: Half a unit in the last place of the dtype, times the largest gradient (1) and a little for float32 arithmetic.
 GRADIENT = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
@@ -45,8 +47,9 @@ def check(logits: Tensor, target: Tensor, weight: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", GRADIENT, ids=str)
-@pytest.mark.parametrize("rows", [1, 7, ROWS_AT_A_TIME, ROWS_AT_A_TIME + 1, 3 * ROWS_AT_A_TIME - 5])
-def test_values_and_gradients(rows: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("rows", [1, 7, ROWS, ROWS + 1, 3 * ROWS - 5])
+def test_values_and_gradients(rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cross_entropy, "BLOCK", ROWS * PADDED)
     check(*draw(rows, dtype=dtype))
 
 
