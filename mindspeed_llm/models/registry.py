@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import pkgutil
 from collections.abc import Mapping
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 import mindspeed_llm.models as package
-from mindspeed_llm.errors import ConversionError
+from mindspeed_llm.config.resolve import Layer
+from mindspeed_llm.errors import ConfigError, ConversionError
 from mindspeed_llm.models.family import ModelFamily
 
 ENTRY_POINT_GROUP = "mindspeed_llm.families"
+CONFIG = "config.json"
 _NOT_FAMILIES = frozenset({"family", "blocks", "registry"})
 
 
@@ -60,3 +64,36 @@ def family_for(hf_config: Mapping[str, Any]) -> ModelFamily:
         got=", ".join(architectures) or f"model_type {model_type}",
         allowed="; ".join(known),
     )
+
+
+def family_layer(given: Mapping[str, Any]) -> Layer | None:
+    """What the Hugging Face configuration of ``load`` or ``hf_config`` says about the architecture.
+
+    Args:
+        given: field values of the other sources: ``load``, ``hf_config``, ``model_type_hf``.
+
+    Returns:
+        The layer, binding when weights come with it; None when neither field names a Hugging Face configuration.
+
+    Raises:
+        ConfigError: ``hf_config`` is missing, or the file is not JSON.
+        ConversionError: no family has it, or it cannot be computed with.
+    """
+    for flag, binding in (("load", True), ("hf_config", False)):
+        if given.get(flag) is None:
+            continue
+        path = Path(str(given[flag]))
+        path = path / CONFIG if path.is_dir() else path
+        if path.suffix != ".json" or not path.exists():
+            if flag == "hf_config":
+                raise ConfigError(f"--hf-config: there is no {path}", fix="give a folder with config.json, or the file")
+            continue
+        try:
+            hf_config = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"{path} is not valid JSON", got=str(error)) from error
+        named = given.get("model_type_hf")
+        family = family_by_name(str(named)) if named else family_for(hf_config)
+        values = {**family.config_to_values(hf_config), "model_type_hf": family.name}
+        return Layer(f"{family.name} ({path})", values, binding=binding)
+    return None
