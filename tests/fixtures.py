@@ -15,59 +15,35 @@ from typing import Any
 
 import torch
 
+from mindspeed_llm.models.registry import family_by_name
+
 SPECIAL = ("<|im_end|>", "<|pad|>", "<|endoftext|>", "<|im_start|>")
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-_SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "bos_token_id": None,
-    "eos_token_id": 256,
-    "pad_token_id": 257,
-}
+# Ids that differ from transformers' defaults, so that an export which forgets them is seen.
+_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": 256, "pad_token_id": 257}
 
 
 def _rope(rope_type: str = "default", theta: float = 1e6, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": rope_type, "rope_theta": theta, **more}}
 
 
-_LLAMA3 = _rope(
-    "llama3", 5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
-)
+_YARN = _rope("yarn", 1e4, factor=4.0, original_max_position_embeddings=128)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "q25": ("Qwen2", {**_rope(), "tie_word_embeddings": False}),
-    "q25tied": ("Qwen2", {**_rope(), "tie_word_embeddings": True}),
+    "q25": ("qwen2", {}),
+    "q25tied": ("qwen2", {"tie_word_embeddings": True}),
     # Layers 2 and 3 see eight tokens.
-    "q25window": (
-        "Qwen2",
-        {
-            **_rope(),
-            "use_sliding_window": True,
-            "sliding_window": 8,
-            "max_window_layers": 2,
-            "tie_word_embeddings": False,
-        },
-    ),
-    "llama31": ("Llama", {**_LLAMA3, "head_dim": 16, "tie_word_embeddings": False}),
-    "llama32tied": ("Llama", {**_LLAMA3, "head_dim": 32, "tie_word_embeddings": True}),
-    "llamalin": ("Llama", {**_rope("linear", 1e4, factor=8.0), "tie_word_embeddings": False}),
-    "llamayarn": (
-        "Llama",
-        {**_rope("yarn", 1e4, factor=4.0, original_max_position_embeddings=128), "tie_word_embeddings": False},
-    ),
-    "llamabias": (
-        "Llama",
-        {**_rope("default", 1e4), "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
-    ),
+    "q25window": ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}),
+    "llama31": ("llama", {}),
+    "llama32tied": ("llama", {"head_dim": 32, "tie_word_embeddings": True}),
+    "llamalin": ("llama", _rope("linear", 1e4, factor=8.0)),
+    "llamayarn": ("llama", _YARN),
+    "llamadyn": ("llama", {**_rope("dynamic", 1e4, factor=4.0), "max_position_embeddings": 16}),
+    "llamabias": ("llama", {**_rope("default", 1e4), "attention_bias": True, "mlp_bias": True}),
 }
-"""Name -> transformers family, and what differs from the common sizes."""
+"""Name -> family, and what differs from the family's tiny model."""
 
 
 @functools.cache
@@ -99,25 +75,30 @@ def tokenizer_folder() -> Path:
     return folder
 
 
-def hf_folder(name: str, vocab: int = 328, **changes: Any) -> Path:
+def hf_folder(name: str, vocab: int = 328, seed: int = 0, **changes: Any) -> Path:
     """A folder as save_pretrained writes it, with tokenizer, for model ``name`` of :data:`MODELS`.
 
     Args:
         vocab: rows of the embedding.
+        seed: of the weights.
         changes: config values other than the model's own.
     """
-    return _hf_folder(name, vocab, tuple(sorted(changes.items())))
+    return _hf_folder(name, seed, tuple(sorted({"vocab_size": vocab, **changes}.items())))
 
 
 @functools.cache
-def _hf_folder(name: str, vocab: int, changes: tuple[tuple[str, Any], ...]) -> Path:
+def _hf_folder(name: str, seed: int, changes: tuple[tuple[str, Any], ...]) -> Path:
     import transformers
 
-    family, differs = MODELS[name]
-    config = getattr(transformers, f"{family}Config")(**{**_SIZES, "vocab_size": vocab, **differs, **dict(changes)})
-    model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
-    redraw(model)
-    folder = _root() / "-".join([name, str(vocab), *(f"{key}={value}" for key, value in changes)])
+    family_name, differs = MODELS[name]
+    family = family_by_name(family_name)
+    architecture = family.hf_architectures[0]
+    config = getattr(transformers, architecture.replace("ForCausalLM", "Config"))(
+        **{**family.tiny, **_TOKENS, **differs, **dict(changes)}
+    )
+    model = getattr(transformers, architecture)(config).float().eval()
+    redraw(model, seed)
+    folder = _root() / "-".join([name, str(seed), *(f"{key}={value}" for key, value in changes)])
     model.save_pretrained(folder)
     shutil.copytree(tokenizer_folder(), folder, dirs_exist_ok=True)
     return folder

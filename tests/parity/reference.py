@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 
-VOCAB = 328  # a multiple of 8, so that no layout pads it at --make-vocab-size-divisible-by 1
 SEQUENCE = 32
 GLOBAL_BATCH = 8
 STEPS = 3
+LOSS_LIMIT, NORM_LIMIT, GRADIENT_LIMIT = 1e-5, 1e-4, 1e-4
+"""Relative differences in fp32; of a gradient the largest, over the reference's largest."""
 
 RECIPE: dict[str, Any] = {
     "lr": 1e-3,
@@ -30,60 +33,109 @@ RECIPE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Trace:
-    """What three steps gave: per step the loss and the gradient norm, and the gradients of the first."""
+    """What a few steps gave.
 
-    losses: list[float]
-    grad_norms: list[float]
-    gradients: dict[str, torch.Tensor]
+    Attributes:
+        losses: of each step, in nats.
+        grad_norms: of each step, before clipping.
+        errors: of the first step's gradients, as max|d| / max|reference|, by Hugging Face name; what this rank knows.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    errors: dict[str, float] = field(default_factory=dict)
 
 
-def token_batches(seed: int, vocab: int = VOCAB, steps: int = STEPS) -> torch.Tensor:
-    """``[steps, GLOBAL_BATCH, SEQUENCE + 1]`` token ids."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, vocab, (steps, GLOBAL_BATCH, SEQUENCE + 1), generator=generator)
+@dataclass(frozen=True)
+class Reference:
+    """A model, what it is fed, and what transformers makes of it.
+
+    Attributes:
+        folder: the Hugging Face folder.
+        tokens: ``[steps, GLOBAL_BATCH, SEQUENCE + 1]`` ids.
+        gradients: a safetensors file of the first step's gradients, before clipping, by parameter.
+        names: the parameters in it.
+    """
+
+    folder: Path
+    tokens: torch.Tensor
+    trace: Trace
+    gradients: Path
+    names: tuple[str, ...]
 
 
-def write_model(folder: Path, architecture: str, config: dict[str, Any], seed: int = 0) -> Path:
-    """A Hugging Face folder whose every weight is distinguishable: N(0, 0.05), norms 1 + N(0, 0.05)."""
+@dataclass(frozen=True)
+class Comparison:
+    """One step of a layout beside the reference's; the worst parameter is known for the first step only."""
+
+    step: int
+    loss: float
+    ref_loss: float
+    loss_rel: float
+    grad_norm: float
+    ref_grad_norm: float
+    grad_norm_rel: float
+    worst_param: str | None
+    worst_param_rel: float | None
+
+    def faults(self) -> list[str]:
+        """What is beyond its limit; a NaN is."""
+        found = []
+        for what, error, limit in (
+            ("loss", self.loss_rel, LOSS_LIMIT),
+            ("gradient norm", self.grad_norm_rel, NORM_LIMIT),
+            (f"gradient of {self.worst_param}", self.worst_param_rel, GRADIENT_LIMIT),
+        ):
+            if error is not None and not error <= limit:
+                found.append(f"step {self.step}: {what} is off by {error:.3g}, limit {limit:g}")
+        return found
+
+
+def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """transformers' model without dropout, every row of its embedding trained as Megatron trains them."""
     import transformers
 
-    kind = architecture.removesuffix("ForCausalLM")
-    model = getattr(transformers, architecture)(getattr(transformers, f"{kind}Config")(**config))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    # transformers gives the row of the padding token no gradient; here, the loss mask says what counts.
+    model.get_input_embeddings().padding_idx = None
+    return model
+
+
+def token_batches(seed: int, vocab: int, steps: int = STEPS, batch: int = GLOBAL_BATCH) -> torch.Tensor:
+    """``[steps, batch, SEQUENCE + 1]`` token ids."""
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            drawn = torch.randn(parameter.shape, generator=generator) * 0.05
-            parameter.copy_(1.0 + drawn if "norm" in name else drawn)
-    model.save_pretrained(folder)
-    return folder
+    return torch.randint(0, vocab, (steps, batch, SEQUENCE + 1), generator=generator)
 
 
-def train(folder: Path, batches: torch.Tensor) -> Trace:
-    """Three steps of :data:`RECIPE` on the whole global batches, in fp32 and one process."""
-    import transformers
+def mean_loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    """Mean over the tokens of ``batch [b, s + 1]``."""
+    logits = model(batch[:, :-1]).logits.float()
+    return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model.train()
-    named = dict(model.named_parameters())
+
+def train(folder: Path, seed: int, gradients: Path) -> Reference:
+    """Three steps of :data:`RECIPE` on whole global batches, in fp32 and one process."""
+    model = load_model(folder)
+    tokens = token_batches(seed, model.config.vocab_size)
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     groups = [
         {"params": [p for p in named.values() if p.ndim > 1], "weight_decay": RECIPE["weight_decay"]},
         {"params": [p for p in named.values() if p.ndim == 1], "weight_decay": 0.0},
     ]
     betas = (RECIPE["adam_beta1"], RECIPE["adam_beta2"])
     optimizer = torch.optim.AdamW(groups, lr=RECIPE["lr"], betas=betas, eps=RECIPE["adam_eps"])
-    trace = Trace([], [], {})
-    for batch in batches:
+    trace = Trace()
+    for batch in tokens:
         optimizer.zero_grad()
-        logits = model(batch[:, :-1]).logits.float()
-        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        loss = mean_loss(model, batch)
         loss.backward()
         if not trace.losses:
-            trace.gradients.update({name: p.grad.clone() for name, p in named.items() if p.grad is not None})
+            save_file({name: p.grad for name, p in named.items() if p.grad is not None}, gradients)
         norm = torch.nn.utils.clip_grad_norm_(itertools.chain(*(g["params"] for g in groups)), RECIPE["clip_grad"])
         optimizer.step()
         trace.losses.append(loss.item())
         trace.grad_norms.append(norm.item())
-    return trace
+    return Reference(folder, tokens, trace, gradients, tuple(named))
 
 
 def relative(value: float, reference: float) -> float:
@@ -91,14 +143,36 @@ def relative(value: float, reference: float) -> float:
     return abs(value - reference) / abs(reference)
 
 
-def worst_gradient(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> tuple[str, float]:
-    """The parameter whose gradient differs most, as max|d| / max|reference|; a missing one differs infinitely."""
-    worst = ("", 0.0)
-    for name, reference in wanted.items():
-        if name in got:
-            error = ((got[name].float() - reference).abs().max() / reference.abs().max()).item()
-        else:
-            error = float("inf")
-        if not error <= worst[1]:
-            worst = (name, error)
-    return worst
+def compare(ranks: Sequence[Trace], reference: Reference) -> list[Comparison]:
+    """Each step's worst rank beside the reference; a parameter that no rank knows differs infinitely."""
+    known: dict[str, float] = {}
+    for rank in ranks:
+        known |= rank.errors
+    errors = {name: known.pop(name, float("inf")) for name in reference.names}
+    worst = max(errors, key=lambda name: _worse(errors[name]))
+    rows = []
+    for step, (ref_loss, ref_norm) in enumerate(zip(reference.trace.losses, reference.trace.grad_norms, strict=True)):
+        loss = max((rank.losses[step] for rank in ranks), key=lambda value: _worse(relative(value, ref_loss)))
+        norm = max((rank.grad_norms[step] for rank in ranks), key=lambda value: _worse(relative(value, ref_norm)))
+        rows.append(
+            Comparison(
+                step + 1,
+                loss,
+                ref_loss,
+                relative(loss, ref_loss),
+                norm,
+                ref_norm,
+                relative(norm, ref_norm),
+                *((worst, errors[worst]) if step == 0 else (None, None)),
+            )
+        )
+    return rows
+
+
+def _worse(error: float) -> float:
+    return float("inf") if error != error else error
+
+
+def root_mean_square(errors: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Of each tensor."""
+    return {name: error.double().square().mean().sqrt().item() for name, error in errors.items()}
