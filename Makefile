@@ -22,6 +22,8 @@ TEST := $(VENV)/.stamp-test
 CHECK := $(VENV)/.stamp-check
 BUILT := $(VENV)/.stamp-built
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
+# Installation happens between reading this file and the recipes that need it.
+STARTED := $(shell date +%s)
 NATIVE := $(shell find csrc -type f 2>/dev/null)
 
 .PHONY: help venv build check test bench quickstart parity clean
@@ -73,7 +75,7 @@ parity: $(BUILT) $(TEST) ## parity on your model: MODEL=<HF folder> LAYOUTS="tp2
 	@$(BIN)/python -m tests.parity $(if $(MODEL),--model "$(MODEL)") $(if $(LAYOUTS),--layouts "$(LAYOUTS)") $(if $(SEED),--seed $(SEED))
 
 quickstart: $(BUILT) ## train, resume and export a small model on real text; out/quickstart/
-	@$(BIN)/python -m mindspeed_llm.tools.quickstart
+	@$(BIN)/python -m mindspeed_llm.tools.quickstart --install-seconds $$(( $$(date +%s) - $(STARTED) ))
 
 clean: ## remove .venv, build products and outputs
 	rm -rf $(VENV) build dist out .pytest_cache .ruff_cache .import_linter_cache .hypothesis ./*.egg-info bench/results.json

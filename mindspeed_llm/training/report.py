@@ -163,6 +163,32 @@ def log_line(cfg: RunConfig, row: Mapping[str, Any], total: int) -> str:
     return line
 
 
+class _Bar:
+    """A progress bar at the bottom of a terminal, with the log lines scrolling above it."""
+
+    def __init__(self, total: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.progress = Progress(
+            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"),
+            TimeRemainingColumn(), transient=True,
+        )  # fmt: skip
+        self.task = self.progress.add_task("training", total=total, loss="")
+        self.progress.start()
+
+    def advance(self, iteration: int, loss: float) -> None:
+        """Show where the run is."""
+        self.progress.update(self.task, completed=iteration, loss=f"loss {loss:.3f}")
+
+    def say(self, line: str) -> None:
+        """Print ``line`` above the bar."""
+        self.progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self.progress.stop()
+
+
 class Reporter:
     """Collects steps and reports every ``--log-interval`` of them."""
 
@@ -171,6 +197,7 @@ class Reporter:
         self.total = total
         self.sinks = _sinks(cfg)
         self.loud = dist.get_rank() == dist.get_world_size() - 1
+        self.bar = _Bar(total) if self.loud and total and sys.stdout.isatty() else None
         self._losses: list[float] = []
         self._tokens = 0
         self._skipped = self._nan = 0
@@ -200,6 +227,8 @@ class Reporter:
             self._losses.append(result.loss)
         else:
             self._nan += 1
+        if self.bar is not None:
+            self.bar.advance(progress.iteration, result.loss)
         self._tokens += batch * self.cfg.training.seq_length  # pyright: ignore[reportOperatorIssue]
         if progress.iteration % self.cfg.logging.log_interval:
             return
@@ -252,12 +281,16 @@ class Reporter:
         """Close every sink."""
         for sink in self.sinks:
             sink.close()
+        if self.bar is not None:
+            self.bar.close()
 
     def _emit(self, row: Mapping[str, Any]) -> None:
         for sink in self.sinks:
             sink.write(row)
 
     def _say(self, line: str) -> None:
-        if self.loud:
+        if self.bar is not None:
+            self.bar.say(line)
+        elif self.loud:
             sys.stdout.write(line + "\n")
             sys.stdout.flush()
