@@ -436,6 +436,8 @@ def save_hf(
     """
     out = Path(out_dir)
     config = check_export(family, cfg, out, dtype=dtype, source=source)
+    # The first rank may be renaming what a late one still looks at.
+    _barrier(groups)
     if group_rank(groups.dp) == 0:
         first = group_rank(groups.tp) == 0 and group_rank(groups.pp) == 0
         if first:

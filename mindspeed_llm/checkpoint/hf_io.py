@@ -391,12 +391,21 @@ def check_destination(out_dir: Path, source: Path | None) -> None:
         return
     if not out_dir.is_dir():
         raise CheckpointError("the place to export to is a file", got=out_dir, fix="give a folder")
-    if any(out_dir.iterdir()) and not (out_dir / EXPORT_MARK).is_file():
+    if (out_dir / EXPORT_MARK).is_file():
+        return
+    # The hidden ones are what a crash left of an intermediate export.
+    known = [*intermediate_exports(out_dir), *out_dir.glob(".iter_*")]
+    if any(path not in known for path in out_dir.iterdir()):
         raise CheckpointError(
             "the folder to export to holds files that are not an earlier export of this suite",
             got=out_dir,
             fix="empty it, or give another folder",
         )
+
+
+def intermediate_exports(out_dir: Path) -> list[Path]:
+    """The folders ``iter_*`` that ``--save-hf-interval`` has written inside ``out_dir``."""
+    return [path for path in sorted(out_dir.glob("iter_*")) if (path / EXPORT_MARK).is_file()]
 
 
 def open_staging(out_dir: Path) -> Path:
@@ -410,15 +419,20 @@ def open_staging(out_dir: Path) -> Path:
 
 
 def publish(out_dir: Path) -> None:
-    """Makes the staged export visible in one rename. An earlier export stays until then."""
+    """Makes the staged export visible in one rename. An earlier export stays until then, intermediate ones for good."""
     staging = staging_folder(out_dir)
     write_json(staging / EXPORT_MARK, {"format": 1})
     _sync_folder(staging)
     retired = out_dir.parent / f".{out_dir.name}.replaced"
-    if retired.exists():
+    if retired.exists() and not out_dir.exists():
+        # A crash between the two renames below: this is all there is of the earlier exports.
+        retired.rename(out_dir)
+    elif retired.exists():
         shutil.rmtree(retired)
     if out_dir.exists():
         out_dir.rename(retired)
+        for kept in intermediate_exports(retired):
+            kept.rename(staging / kept.name)
     staging.rename(out_dir)
     _sync_folder(out_dir.parent)
     if retired.exists():

@@ -138,7 +138,9 @@ def _build_chunk(cfg: RunConfig, config: SuiteTransformerConfig, stage: int | No
 
 def wrap_ddp(cfg: RunConfig, config: SuiteTransformerConfig, chunks: list[MegatronModule]) -> list[Any]:
     """``chunks`` with their gradients in flat buffers that data-parallel ranks reduce."""
-    ddp_config = _fill(DistributedDataParallelConfig, cfg)
+    # megatron-core's look at the gradients raises in the ranks that hold a NaN and leaves the others waiting in a
+    # reduction. The loop looks at their norm instead, which every rank knows.
+    ddp_config = _fill(DistributedDataParallelConfig, cfg, check_for_nan_in_grad=False)
     return [
         # Only the first chunk's gradients overlap with backward of others: as Megatron-LM, one bucket in the rest
         # unless gathering overlaps too.

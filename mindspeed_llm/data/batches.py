@@ -96,8 +96,10 @@ def get_batch(
         ``tokens``, ``labels``, ``position_ids``: int64 ``[b, s]``; ``loss_mask``: float32 ``[b, s]``;
         ``attention_mask``: None (causal), or bool ``[b, 1, s, s]``, true where attention is forbidden;
         ``cu_seqlens``: None, or int32 ``[n + 1]``, where documents begin among the ``b * s`` tokens of the batch laid
-        end to end, and ``b * s``. The last two are set with ``--reset-attention-mask`` (the mask unless
-        ``--no-create-attention-mask-in-dataloader``). All are None on a stage that uses no batch.
+        end to end, and ``b * s``. The last two are set with ``--reset-attention-mask``; with
+        ``--no-create-attention-mask-in-dataloader`` and a micro-batch of one sequence only the second, from which
+        attention then works (megatron-core packs documents of one sequence alone). All are None on a stage that uses
+        no batch.
 
     Raises:
         DataError: when the data is used up; on every rank of the group.
@@ -110,7 +112,7 @@ def get_batch(
     if cfg.data.reset_attention_mask:
         tokens = fields["tokens"]
         batch["cu_seqlens"] = document_boundaries(tokens, eod)
-        if cfg.data.create_attention_mask_in_dataloader:
+        if cfg.data.create_attention_mask_in_dataloader or tokens.shape[0] > 1:
             batch["attention_mask"] = document_mask(tokens, eod)
     return batch
 

@@ -150,7 +150,10 @@ def split_sizes(cfg: RunConfig) -> tuple[int, int, int]:
     train = training.train_samples or (training.train_iters or 0) * batch
     held_out = training.eval_iters * batch
     if data.train_data_path is None and data.valid_data_path is None and data.test_data_path is None:
-        return train, held_out, held_out
+        # A share of 0, as in 99,1,0, says that there is nothing to evaluate on.
+        shares = [float(share) for share in (data.split or DEFAULT_SPLIT).replace("/", ",").split(",")]
+        valid, test = (held_out if share > 0 else 0 for share in [*shares, 0.0, 0.0][1:3])
+        return train, valid, test
     given = (data.train_data_path, data.valid_data_path, data.test_data_path)
     sizes = [
         0 if path is None and name != "train" else size

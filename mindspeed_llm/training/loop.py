@@ -53,7 +53,7 @@ class Hooks:
 
 
 def total_iterations(cfg: RunConfig) -> int:
-    """Steps of the whole run; with ``--train-samples`` ramp-up steps count by their own batch size."""
+    """Steps of the whole run; with ``--train-samples`` as many whole batches as these make, each of its own size."""
     if cfg.training.train_iters is not None:
         return cfg.training.train_iters
     samples: int = cfg.training.train_samples  # pyright: ignore[reportAssignmentType]  a rule demands one of the two
@@ -63,9 +63,11 @@ def total_iterations(cfg: RunConfig) -> int:
     steps = consumed = 0
     start, increment, ramp_samples = cfg.training.rampup_batch_size
     stages = (final - start) // increment
-    while consumed < samples:
+    while True:
         stage = int(consumed // (ramp_samples / stages)) if stages and consumed <= ramp_samples else stages
         consumed += min(start + stage * increment, final)
+        if consumed > samples:
+            break
         steps += 1
     return steps
 
@@ -102,7 +104,7 @@ def train(run: Run, objective: Objective, hooks: Hooks, reporter: Reporter, *, s
         saved_at: the iteration that the run was taken up from, if its save need not be written again.
 
     Raises:
-        SuiteError: the loss is not a number, with ``--check-for-nan-in-loss-and-grad``.
+        SuiteError: the loss or the gradient is not a number, with ``--check-for-nan-in-loss-and-grad``.
     """
     cfg, progress = run.cfg, run.progress
     total = total_iterations(cfg)
@@ -118,7 +120,7 @@ def train(run: Run, objective: Objective, hooks: Hooks, reporter: Reporter, *, s
         batch, micro_batches = get_current_global_batch_size(), get_num_microbatches()
         result = train_step(run, objective, hooks.train)
         _advance(run, result, batch)
-        _require_number(cfg, progress.iteration, result)
+        _require_numbers(cfg, progress.iteration, result)
         reporter.step(progress, result, batch, micro_batches)
         step = progress.iteration
         if _due(cfg.training.eval_interval, step):
@@ -158,14 +160,19 @@ def _advance(run: Run, result: StepResult, batch: int) -> None:
     progress.nan += not math.isfinite(result.loss)
 
 
-def _require_number(cfg: RunConfig, iteration: int, result: StepResult) -> None:
-    # Under fp16 an overflow is the scaler's business: the step was skipped and the scale halved.
-    if cfg.training.check_for_nan_in_loss and not cfg.transformer.fp16 and not math.isfinite(result.loss):
-        raise SuiteError(
-            f"the loss of iteration {iteration} is not a number",
-            got=result.loss,
-            fix="resume from the last save with a lower --lr; --no-check-for-nan-in-loss-and-grad goes on regardless",
-        )
+def _require_numbers(cfg: RunConfig, iteration: int, result: StepResult) -> None:
+    # Dynamic loss scaling turns both checks off: an overflow is the scaler's business.
+    if cfg.training.check_for_nan_in_loss and not math.isfinite(result.loss):
+        what, value = "loss", result.loss
+    elif cfg.ddp.check_for_nan_in_grad and not result.skipped and not math.isfinite(result.grad_norm):
+        what, value = "gradient", result.grad_norm
+    else:
+        return
+    raise SuiteError(
+        f"the {what} of iteration {iteration} is not a number",
+        got=value,
+        fix="resume from the last save with a lower --lr; --no-check-for-nan-in-loss-and-grad goes on regardless",
+    )
 
 
 def _must_stop(cfg: RunConfig, iteration: int, started: float) -> bool:

@@ -8,9 +8,11 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron.core.packed_seq_params import PackedSeqParams
+
 Batch = dict[str, Any]
 """One micro-batch: ``tokens``, ``labels`` ``[b, s]`` int64, ``loss_mask`` ``[b, s]`` float32, ``position_ids``
-``[b, s]``, ``attention_mask`` or None, ``packed_seq_params`` or None."""
+``[b, s]``, ``attention_mask`` or None, ``cu_seqlens`` or None."""
 
 LossParts = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 
@@ -35,9 +37,24 @@ def pretraining(
         batch["position_ids"],
         batch.get("attention_mask"),
         labels=batch["labels"],
-        packed_seq_params=batch.get("packed_seq_params"),
+        packed_seq_params=_documents(batch),
     )
     return output, partial(_masked_sum, batch["loss_mask"])
+
+
+def _documents(batch: Batch) -> PackedSeqParams | None:
+    """Where documents begin, for the attention, unless a mask says it already."""
+    bounds: torch.Tensor | None = batch.get("cu_seqlens")
+    if bounds is None or batch.get("attention_mask") is not None:
+        return None
+    longest = int(bounds.diff().max())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
 
 
 def _masked_sum(loss_mask: torch.Tensor, losses: torch.Tensor) -> LossParts:

@@ -107,12 +107,17 @@ def train_step(run: Run, objective: Objective, batches: Sequence[Iterator[Batch]
 
 @torch.no_grad()
 def evaluate(run: Run, objective: Objective, batches: Sequence[Iterator[Batch]], iterations: int) -> float:
-    """Mean loss over ``iterations`` global batches, without dropout and without touching the weights."""
+    """Mean loss over ``iterations`` full global batches, without dropout and without touching the weights.
+
+    A ramp-up of the batch size does not count, so that all evaluations of a run are over the same samples.
+    """
+    batch: int = run.cfg.training.global_batch_size  # pyright: ignore[reportAssignmentType]  derived by now
+    micro_batches = batch // (get_micro_batch_size() * parallel_state.get_data_parallel_world_size())
     for chunk in run.chunks:
         chunk.eval()
     reports: list[dict[str, torch.Tensor]] = []
     for _ in range(iterations):
-        reports += _schedule(run, objective, batches, get_num_microbatches(), train=False)
+        reports += _schedule(run, objective, batches, micro_batches, train=False)
     for chunk in run.chunks:
         chunk.train()
     return _mean_loss(reports)[0]

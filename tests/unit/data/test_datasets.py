@@ -314,6 +314,8 @@ def test_mock_data_is_megatrons() -> None:
         ({"train_iters": 10, "eval_interval": 4, "eval_iters": 2}, (80, 16, 16)),
         ({"train_samples": 33, "eval_interval": None, "eval_iters": 2}, (33, 16, 16)),
         ({"train_iters": 10, "eval_interval": 4, "eval_iters": 0}, (80, 0, 0)),
+        ({"train_iters": 10, "eval_iters": 2, "split": "99,1,0"}, (80, 16, 0)),
+        ({"train_iters": 10, "eval_iters": 2, "split": "100"}, (80, 0, 0)),
     ],
 )
 def test_samples_of_each_split(values: dict[str, Any], sizes: tuple[int, int, int]) -> None:

@@ -28,14 +28,15 @@ def steps(**values: Any) -> int:
 
 
 def megatron_steps(samples: int, start: int, increment: int, ramp: int, final: int = 16) -> int:
-    """Steps until ``samples`` are consumed, the batch size of each from megatron-core."""
+    """Whole batches of ``samples``, the size of each from megatron-core."""
     calculator = RampupBatchsizeNumMicroBatchesCalculator(final, 2, 1, False, 0, start, increment, ramp)
     count = consumed = 0
-    while consumed < samples:
+    while True:
         calculator.update(consumed, consistency_check=False, verbose=False)
         consumed += calculator.get_current_global_batch_size()
+        if consumed > samples:
+            return count
         count += 1
-    return count
 
 
 def test_iterations_as_given() -> None:
