@@ -193,7 +193,9 @@ def open_tensors(folder: str | os.PathLike[str], stack: ExitStack) -> TensorSour
         source = _PickledSource([root / BIN_SINGLE])
     else:
         raise CheckpointError(
-            f"{root} has no weights", allowed=", ".join((SAFE_SINGLE, SAFE_INDEX, BIN_SINGLE, BIN_INDEX))
+            f"{root} has no weights",
+            allowed=", ".join((SAFE_SINGLE, SAFE_INDEX, BIN_SINGLE, BIN_INDEX)),
+            fix="fetch the weights too; a model with random weights is made by --hf-config instead of --load",
         )
     return source
 

@@ -45,7 +45,12 @@ def latest_iteration(root: Path) -> int | None:
         return None
     text = tracker.read_text().strip()
     if not text.isdigit():
-        raise CheckpointError(f"the tracker {tracker} does not name an iteration", got=text, allowed="a number")
+        raise CheckpointError(
+            f"the tracker {tracker} does not name an iteration",
+            got=text,
+            allowed="a number",
+            fix="give --ckpt-step, or write the number of a save that exists into it",
+        )
     require_save(root, int(text))
     return int(text)
 

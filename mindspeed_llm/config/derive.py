@@ -99,11 +99,22 @@ def recomputation(values: Values, given: Given) -> Changes:
 
 
 def no_steps(values: Values, given: Given) -> Changes:
-    """A run that only loads and saves needs neither batches nor a learning rate, but megatron-core wants them."""
+    """A run that only loads and saves needs neither batches nor a learning rate, but megatron-core wants them.
+
+    With interleaved stages it wants a micro-batch for each pipeline rank.
+    """
     if values["train_iters"] != 0 or values["skip_train"]:
         return {}
     wanted = {"micro_batch_size": 1, "lr": 0.0}
-    return {name: value for name, value in wanted.items() if values[name] is None}
+    changes = {name: value for name, value in wanted.items() if values[name] is None}
+    if values["global_batch_size"] is None and values["virtual_pipeline_model_parallel_size"] is not None:
+        pipeline = values["pipeline_model_parallel_size"]
+        copy = values["tensor_model_parallel_size"] * pipeline * values["context_parallel_size"]
+        group = values["microbatch_group_size_per_vp_stage"] or pipeline
+        micro_batch = values["micro_batch_size"] or 1
+        if copy > 0 and values["world_size"] % copy == 0:
+            changes["global_batch_size"] = micro_batch * group * (values["world_size"] // copy)
+    return changes
 
 
 def batches(values: Values, given: Given) -> Changes:

@@ -132,7 +132,7 @@ def load_checkpoint(run: Run, root: Path, iteration: int) -> None:
         chunk.load_state_dict(loaded[name])
     if with_optimizer:
         run.optimizer.load_state_dict(loaded["optimizer"])
-        run.scheduler.load_state_dict(common["opt_param_scheduler"])
+        _take_up_schedule(run, common["opt_param_scheduler"])
     else:
         run.optimizer.reload_model_params()
     if with_rng:
@@ -140,6 +140,19 @@ def load_checkpoint(run: Run, root: Path, iteration: int) -> None:
     if not checkpoint.finetune:
         run.progress.load_state_dict(common["progress"])
     logger.info("loaded checkpoint %s", folder)
+
+
+def _take_up_schedule(run: Run, stored: dict[str, Any]) -> None:
+    try:
+        run.scheduler.load_state_dict(stored)
+    except AssertionError as error:
+        # megatron-core compares in samples: iterations times the global batch size.
+        raise CheckpointError(
+            "the schedule of this command line is not the one that the checkpoint holds",
+            got=str(error).replace("checkpointvalue", "checkpoint value"),
+            fix="--override-opt-param-scheduler goes on with that of the command line, "
+            "--use-checkpoint-opt-param-scheduler with that of the checkpoint",
+        ) from error
 
 
 def _require_optimizer(run: Run, folder: Path, stored: dict[str, Any], common: dict[str, Any]) -> None:
