@@ -7,7 +7,7 @@ NPROC_PER_NODE=${NPROC_PER_NODE:-2}
 DATA_DIR=${DATA_DIR:-out/quickstart/data}
 CKPT_DIR=${CKPT_DIR:-out/quickstart/checkpoints}
 HF_CONFIG=${HF_CONFIG:-examples/quickstart/model}
-TRAIN_ITERS=${TRAIN_ITERS:-240}
+TRAIN_ITERS=${TRAIN_ITERS:-300}
 PYTHON=${PYTHON:-.venv/bin/python}
 # One thread per process: two processes on two cores.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -27,7 +27,7 @@ PARALLEL_ARGS=(
 TRAIN_ARGS=(
     --seq-length 256
     --micro-batch-size 8
-    --global-batch-size 16
+    --global-batch-size 8
     --train-iters "$TRAIN_ITERS"
     --lr 2e-3
     --min-lr 2e-4
@@ -50,8 +50,8 @@ OUTPUT_ARGS=(
     --save-interval "$((TRAIN_ITERS / 2))"
     --log-interval 1
     --log-throughput
-    --eval-interval 40
-    --eval-iters 3
+    --eval-interval 50
+    --eval-iters 6
 )
 
 exec "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node "$NPROC_PER_NODE" pretrain_gpt.py \
