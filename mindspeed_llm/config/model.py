@@ -13,7 +13,7 @@ class ModelConfig:
     """Architecture and vocabulary of the language model."""
 
     hf_config: str | None = None
-    """Folder, file or hub name of a Hugging Face config.json that gives the architecture, without weights."""
+    """Folder or file of a Hugging Face config.json that gives the architecture, without weights."""
 
     model_type_hf: str | None = None
     """Name of the model family, when it is not to be read from a Hugging Face config."""

@@ -66,6 +66,9 @@ def family_for(hf_config: Mapping[str, Any]) -> ModelFamily:
     )
 
 
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
 def family_layer(given: Mapping[str, Any]) -> Layer | None:
     """What the Hugging Face configuration of ``load`` or ``hf_config`` says about the architecture.
 
@@ -76,7 +79,8 @@ def family_layer(given: Mapping[str, Any]) -> Layer | None:
         The layer, binding when weights come with it; None when neither field names a Hugging Face configuration.
 
     Raises:
-        ConfigError: ``hf_config`` is missing, or the file is not JSON.
+        ConfigError: ``hf_config`` is missing, or ``load`` is and nothing else gives the architecture, or the file is
+            not JSON.
         ConversionError: no family has it, or it cannot be computed with.
     """
     for flag, binding in (("load", True), ("hf_config", False)):
@@ -87,6 +91,11 @@ def family_layer(given: Mapping[str, Any]) -> Layer | None:
         if path.suffix != ".json" or not path.exists():
             if flag == "hf_config":
                 raise ConfigError(f"--hf-config: there is no {path}", fix="give a folder with config.json, or the file")
+            if not path.exists() and given.get("num_layers") is None and given.get("hf_config") is None:
+                raise ConfigError(
+                    f"--load: there is no {path}, and nothing else says what the model is",
+                    fix="correct --load; a run from random weights needs --hf-config or the flags of an architecture",
+                )
             continue
         try:
             hf_config = json.loads(path.read_text(encoding="utf-8"))
@@ -95,5 +104,9 @@ def family_layer(given: Mapping[str, Any]) -> Layer | None:
         named = given.get("model_type_hf")
         family = family_by_name(str(named)) if named else family_for(hf_config)
         values = {**family.config_to_values(hf_config), "model_type_hf": family.name}
+        stored = _DTYPES.get(str(hf_config.get("dtype") or hf_config.get("torch_dtype")))
+        if binding and stored is not None:
+            # What comes back has the dtype of what came in, unless --params-dtype says otherwise.
+            values["params_dtype"] = stored
         return Layer(f"{family.name} ({path})", values, binding=binding)
     return None

@@ -27,7 +27,7 @@ from mindspeed_llm.errors import SuiteError
 
 OUT = Path("out/quickstart")
 EXAMPLE = Path("examples/quickstart")
-TRAIN_ITERS = 240
+TRAIN_ITERS = 300
 HALF = TRAIN_ITERS // 2
 OVERLAP = 3
 """Steps after the half-way save that both the first run and the resumed one take, and that must be equal."""
@@ -93,7 +93,7 @@ def prepare() -> None:
         run(command, OUT / "logs" / f"prepare_{split}.log")
 
 
-def train(log: str, *flags: str) -> None:
+def train(log: str, *flags: str, processes: int = 2) -> None:
     """One start of the recipe, with more flags."""
     run(
         ["bash", str(EXAMPLE / "pretrain_quickstart.sh"), "--metrics-file", str(OUT / "metrics.jsonl"),
@@ -101,6 +101,7 @@ def train(log: str, *flags: str) -> None:
         OUT / "logs" / log,
         PYTHON=sys.executable,
         TRAIN_ITERS=str(TRAIN_ITERS),
+        NPROC_PER_NODE=str(processes),
     )  # fmt: skip
 
 
@@ -110,6 +111,7 @@ def export() -> None:
         "export.log",
         *("--load", str(OUT / "checkpoints"), "--no-load-optim", "--no-load-rng"),
         *("--tensor-model-parallel-size", "1", "--save-hf", str(OUT / "hf"), "--eval-iters", "0"),
+        processes=1,
     )
 
 

@@ -12,7 +12,6 @@ import torch
 from mindspeed_llm.checkpoint import hf_io, mcore_io
 from mindspeed_llm.checkpoint.engine import ParallelGroups, check_export, load_hf_weights, save_hf
 from mindspeed_llm.config.run import RunConfig
-from mindspeed_llm.core.build import model_dtype
 from mindspeed_llm.core.groups import data_group, pipeline_group, tensor_group
 from mindspeed_llm.errors import CheckpointError, ConfigError
 from mindspeed_llm.models.family import ModelFamily
@@ -117,8 +116,8 @@ def hf_source(cfg: RunConfig) -> Path | None:
 
 
 def export_dtype(cfg: RunConfig) -> torch.dtype:
-    """The dtype of exported weights: ``--params-dtype``, else the model's."""
-    return model_dtype(cfg) if cfg.checkpoint.params_dtype is None else _DTYPES[cfg.checkpoint.params_dtype]
+    """The dtype of exported weights: ``--params-dtype``, else that of the folder they came from, else the model's."""
+    return _DTYPES[cfg.checkpoint.params_dtype]  # pyright: ignore[reportArgumentType]  derived by now
 
 
 def check_exports(cfg: RunConfig) -> None:
