@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import io
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
 
+import torch.distributed as dist
+
 from mindspeed_llm.cli.pretrain import main
-from mindspeed_llm.training import pretrain, streams
+from mindspeed_llm.config.resolve import from_values
+from mindspeed_llm.training import loop, pretrain, streams
 from mindspeed_llm.training.state import Run
 
 from megatron.core import parallel_state
 from megatron.core.utils import unwrap_model
+
+SMALLEST: dict[str, Any] = {
+    "num_layers": 1,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+}
 
 
 def command(argv: list[str]) -> dict[str, Any]:
@@ -23,6 +35,12 @@ def command(argv: list[str]) -> dict[str, Any]:
     with fresh_logging(), recorded(found), redirect_stdout(out), redirect_stderr(err):
         found["code"] = main(argv)
     return found | {"out": out.getvalue(), "err": err.getvalue()}
+
+
+def must_stop(limit: int, minutes: list[float]) -> bool:
+    """What a rank decides whose run began ``minutes[rank]`` ago, under ``--exit-duration-in-mins limit``."""
+    cfg = from_values({**SMALLEST, "exit_duration_in_mins": limit}, world_size=dist.get_world_size())
+    return loop._must_stop(cfg, 1, time.monotonic() - 60 * minutes[dist.get_rank()])
 
 
 @contextmanager

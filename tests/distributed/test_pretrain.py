@@ -151,25 +151,31 @@ def test_schedules(pool: Pool, flags: Flags, metrics: Path, unit: str) -> None:
     assert [row["weight_decay"] for row in rows] == pytest.approx([0.2 * k / 8 for k in range(8)], rel=1e-12)
 
 
-def test_exit_interval_saves_and_a_resume_goes_on(pool: Pool, flags: Flags, metrics: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["one", "tp2+dp2+dist", "pp2+vpp2"])
+def test_exit_interval_saves_and_a_resume_goes_on(
+    pool: Pool, flags: Flags, metrics: Path, tmp_path: Path, layout: str
+) -> None:
     straight = flags | {"--train-iters": 6, "--metrics-file": tmp_path / "straight.jsonl"}
-    succeed(pool, straight | {"--save": tmp_path / "unused"})
+    succeed(pool, straight | {"--save": tmp_path / "unused"}, layout)
     stopped = flags | {"--train-iters": 6, "--save": tmp_path / "saves"}
-    succeed(pool, stopped | {"--exit-interval": 4})
+    succeed(pool, stopped | {"--exit-interval": 4}, layout)
     assert [row["iteration"] for row in read_rows(metrics)] == [1, 2, 3, 4]
-    succeed(pool, stopped | {"--load": tmp_path / "saves", "--hf-config": flags["--load"]})
+    succeed(pool, stopped | {"--load": tmp_path / "saves", "--hf-config": flags["--load"]}, layout)
     told = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples", "consumed_tokens")
     one, two = read_rows(tmp_path / "straight.jsonl"), read_rows(metrics)
     assert [[row[name] for name in told] for row in two] == [[row[name] for name in told] for row in one]
 
 
-def test_exit_duration_stops_after_its_minutes(pool: Pool, flags: Flags, metrics: Path) -> None:
+def test_exit_duration_stops_every_rank_together(pool: Pool, flags: Flags, metrics: Path) -> None:
     (refused,) = launch(pool, flags | {"--exit-duration-in-mins": 0})
     assert refused["code"] == 2
     assert "--exit-duration-in-mins" in refused["err"]
-    # A run that is over before the minute is up is not cut short.
+    # One rank's clock is ahead: all stop, at the same step.
     succeed(pool, flags | {"--exit-duration-in-mins": 1})
     assert len(read_rows(metrics)) == 3
+    target = "tests.distributed.cases_pretrain:must_stop"
+    assert pool.run(target, 2, limit=2, minutes=[1.9, 2.1]) == [True, True]
+    assert pool.run(target, 2, limit=2, minutes=[1.9, 0.0]) == [False, False]
 
 
 @pytest.mark.parametrize("layout", ["one", "tp2+pp2", "dp2+dist"])
@@ -210,10 +216,13 @@ def poison(folder: Path, target: Path) -> Path:
 # ------------------------------------------------------------------------------------------------------ number formats
 
 
-def test_fp16_skips_overflows_and_halves_the_scale(pool: Pool, flags: Flags, metrics: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["one", "tp2+sp+pp2", "dp2+dist"])
+def test_fp16_skips_overflows_and_halves_the_scale(
+    pool: Pool, flags: Flags, metrics: Path, tmp_path: Path, layout: str
+) -> None:
     more = {"--fp16": True, "--initial-loss-scale": 2.0**32, "--hysteresis": 1, "--train-iters": 24}
     more |= {"--save-hf": tmp_path / "hf", "--save-hf-interval": 1, "--lr-decay-style": "linear"}
-    succeed(pool, flags | more)
+    succeed(pool, flags | more, layout)
     rows = read_rows(metrics)
     skipped = [row["skipped"] for row in rows]
     first = skipped.index(0)
@@ -232,7 +241,8 @@ def test_fp16_skips_overflows_and_halves_the_scale(pool: Pool, flags: Flags, met
 
 
 def exported(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    return load_file(folder / f"iter_{step:07d}" / "model.safetensors")
+    files = (folder / f"iter_{step:07d}").glob("*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 @pytest.mark.parametrize(
@@ -388,6 +398,7 @@ def test_flags_that_recipes_carry_change_nothing(pool: Pool, flags: Flags, metri
         "--attention-softmax-in-fp32": True,
         "--ckpt-format": "torch_dist",
         "--distributed-timeout-minutes": 120,
+        "--num-workers": 2,
         "--tokenizer-type": "PretrainedFromHF",
         "--tokenizer-name-or-path": flags["--load"],
     }

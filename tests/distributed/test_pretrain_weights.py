@@ -114,16 +114,23 @@ def test_transformers_loads_a_trained_export(
     assert (out / "iter_0000002" / "config.json").exists()
 
 
-def test_an_export_continues_where_the_run_stopped(pool: Pool, flags: Flags, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "layout", "passes"),
+    [("q25", "tp2+sp+dp2+dist+reduce+gather", 2), ("q25tied", "pp2+vpp2", 4), ("llama31", "tp4", 4)],
+)
+def test_an_export_is_what_the_run_ended_with(
+    pool: Pool, flags: Flags, tmp_path: Path, name: str, layout: str, passes: int
+) -> None:
     """The loss that transformers finds in an export is that of the run's own evaluation."""
-    more = {"--save-hf": tmp_path / "out", "--eval-iters": 2, "--split": "70,30,0"}
-    results = succeed(pool, flags | more, "tp2+sp+dp2+dist")
+    more = {"--load": hf_folder(name), "--save-hf": tmp_path / "out", "--eval-iters": 2, "--split": "70,30,0"}
+    results = succeed(pool, flags | more, layout)
     (valid,) = read_rows(tmp_path / "metrics.jsonl", "valid")
     assert valid["iteration"] == 3
-    steps = global_batches(results, 2)
+    steps = global_batches(results[:1] if passes == 4 else results, passes)
     assert len(steps) == 5
     loss, _ = reference(tmp_path / "out", [batch for step in steps[3:] for batch in step])
     assert relative(valid["lm_loss"], loss) <= 1e-5
+    assert relative(valid["lm_loss"], read_rows(tmp_path / "metrics.jsonl")[0]["lm_loss"]) > 0.05
 
 
 def test_tied_copies_stay_equal(pool: Pool, flags: Flags, tmp_path: Path) -> None:

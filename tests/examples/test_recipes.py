@@ -39,13 +39,18 @@ def test_bash_reads_it(path: Path) -> None:
 def command_of(path: Path, folder: Path, *more: str, **environment: str) -> list[str]:
     """What the recipe starts, as its shell expands it: the Python that it is given writes its arguments down."""
     recorder = folder / "python"
-    recorder.write_text(f'#!{sys.executable}\nimport json, sys\njson.dump(sys.argv[1:], open("{folder}/argv", "w"))\n')
+    recorder.write_text(
+        f"#!{sys.executable}\nimport json, os, sys\n"
+        f'json.dump([os.getcwd(), sys.argv[1:]], open("{folder}/call", "w"))\n'
+    )
     recorder.chmod(0o755)
     # From elsewhere: a recipe finds its project by itself.
     variables = {"PATH": os.environ["PATH"], "PYTHON": str(recorder), **environment}
     done = subprocess.run(["bash", path, *more], cwd=folder, env=variables, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    return json.loads((folder / "argv").read_text())
+    where, argv = json.loads((folder / "call").read_text())
+    assert where == str(ROOT)
+    return argv
 
 
 def configuration(argv: list[str]) -> RunConfig:
