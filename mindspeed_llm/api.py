@@ -7,8 +7,8 @@
         ...
     api.close()
 
-Every process of the launcher calls the same functions in the same order (``torchrun``, or one process without it). Names
-and signatures change only with a line in the change log: ``tests/unit/api.txt`` holds them.
+Every process of the launcher calls the same functions in the same order (``torchrun``; one process without it).
+``tests/unit/api.txt`` holds names and signatures: they change with a line in the change log.
 """
 
 from __future__ import annotations

@@ -88,7 +88,9 @@ def implementation_is_local(cfg: RunConfig) -> Iterator[ConfigError]:
 def positions_fit(cfg: RunConfig) -> Iterator[ConfigError]:
     """Positions reach as far as the sequence, and rotary options are complete."""
     m, length = cfg.model, cfg.training.seq_length
-    if length is not None and m.max_position_embeddings is not None and length > m.max_position_embeddings:
+    # Dynamic scaling is for sequences beyond it, and stretches by how much they are.
+    bounded = m.max_position_embeddings is not None and m.rope_scaling_type != "dynamic"
+    if bounded and length is not None and length > m.max_position_embeddings:
         yield ConfigError(
             "the sequence is longer than the positions that the model is made for",
             got=f"--seq-length {length}, --max-position-embeddings {m.max_position_embeddings}",

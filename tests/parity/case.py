@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,69 +12,13 @@ from safetensors import safe_open
 from mindspeed_llm import api
 from mindspeed_llm.checkpoint.engine import iter_hf_weights, live_tensors
 from mindspeed_llm.core.groups import data_group
-from mindspeed_llm.errors import ConfigError
 from mindspeed_llm.training.objective import Batch, pretraining
 from mindspeed_llm.training.step import train_step
 from mindspeed_llm.training.weights import family_of, parallel_groups
-from tests.parity.reference import RECIPE, Reference, Trace
+from tests.parity.layouts import training_values
+from tests.parity.reference import Reference, Trace
 
 from megatron.core import parallel_state
-
-_SIZES = {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "vpp": "num_virtual_stages_per_pipeline_rank",
-    "mbs": "micro_batch_size",
-    "divisor": "make_vocab_size_divisible_by",
-}
-_SWITCHES: dict[str, dict[str, Any]] = {
-    "one": {},
-    "sp": {"sequence_parallel": True},
-    "dist": {"use_distributed_optimizer": True},
-    "reduce": {"overlap_grad_reduce": True},
-    "gather": {"overlap_param_gather": True},
-    "p2p": {"overlap_p2p_comm": True},
-    "nop2p": {"overlap_p2p_comm": False},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
-    "selective": {"recompute_granularity": "selective"},
-}
-
-
-def parse_layout(layout: str) -> tuple[int, dict[str, Any]]:
-    """World size and field values of a layout such as ``tp2+sp+pp2+vpp2+dp2+dist+reduce+gather``.
-
-    Raises:
-        ConfigError: a part is not known.
-    """
-    world, values = 1, {}
-    for part in layout.split("+"):
-        sized = re.fullmatch(r"(tp|pp|vpp|dp|mbs|divisor)([1-9]\d*)", part)
-        if sized is None and part not in _SWITCHES:
-            allowed = f"tpN ppN vppN dpN mbsN divisorN {' '.join(_SWITCHES)}, joined by +"
-            raise ConfigError(f"a part of the layout {layout} is not known", got=repr(part), allowed=allowed)
-        if sized is None:
-            values |= _SWITCHES[part]
-            continue
-        kind, size = sized[1], int(sized[2])
-        if kind != "dp":
-            values[_SIZES[kind]] = size
-        if kind in ("tp", "pp", "dp"):
-            world *= size
-    return world, values
-
-
-def training_values(layout: str, tokens: torch.Tensor) -> dict[str, Any]:
-    """Field values of a training run over ``tokens [steps, batch, s + 1]``."""
-    return {
-        **RECIPE,
-        "seq_length": tokens.shape[2] - 1,
-        "micro_batch_size": 1,
-        "global_batch_size": tokens.shape[1],
-        "train_iters": tokens.shape[0],
-        "make_vocab_size_divisible_by": 1,
-        **parse_layout(layout)[1],
-    }
 
 
 def micro_batches(tokens: torch.Tensor, size: int) -> Iterator[Batch]:

@@ -12,23 +12,13 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
+from tests.parity.layouts import RECIPE
+
 SEQUENCE = 32
 GLOBAL_BATCH = 8
 STEPS = 3
 LOSS_LIMIT, NORM_LIMIT, GRADIENT_LIMIT = 1e-5, 1e-4, 1e-4
 """Relative differences in fp32; of a gradient the largest, over the reference's largest."""
-
-RECIPE: dict[str, Any] = {
-    "lr": 1e-3,
-    "weight_decay": 0.1,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.95,
-    "adam_eps": 1e-8,
-    "clip_grad": 1.0,
-    "lr_decay_style": "constant",
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,126 @@
+"""The parity matrix: how layouts are written, and which models run in which."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import torch
+
+from mindspeed_llm.errors import ConfigError
+from tests.distributed.pool import MAX_WORLD_SIZE
+
+RECIPE: dict[str, Any] = {
+    "lr": 1e-3,
+    "weight_decay": 0.1,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.95,
+    "adam_eps": 1e-8,
+    "clip_grad": 1.0,
+    "lr_decay_style": "constant",
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+_SIZES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "num_virtual_stages_per_pipeline_rank",
+    "mbs": "micro_batch_size",
+    "divisor": "make_vocab_size_divisible_by",
+}
+_SWITCHES: dict[str, dict[str, Any]] = {
+    "one": {},
+    "sp": {"sequence_parallel": True},
+    "dist": {"use_distributed_optimizer": True},
+    "reduce": {"overlap_grad_reduce": True},
+    "gather": {"overlap_param_gather": True},
+    "p2p": {"overlap_p2p_comm": True},
+    "nop2p": {"overlap_p2p_comm": False},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+    "selective": {"recompute_granularity": "selective"},
+}
+GRAMMAR = f"tpN ppN vppN dpN mbsN divisorN {' '.join(_SWITCHES)}, joined by +"
+
+
+class Model(NamedTuple):
+    """A model of :data:`tests.fixtures.MODELS`, changes of its config, and the layouts it runs in."""
+
+    name: str
+    changes: dict[str, Any]
+    layouts: str
+
+
+#: The dense families. Where tied embeddings matter (gradients meet from two places or stages), both are here.
+FAMILIES = {
+    "qwen2": Model(
+        "q25",
+        {},
+        "one one+mbs4 one+full tp2 tp2+full tp2+sp tp4 tp4+sp pp2+mbs2 pp4 pp2+vpp2+nop2p pp2+vpp2+p2p dp2+dist"
+        " dp2+dist+reduce+gather dp4+reduce tp2+sp+pp2 pp2+dp2+vpp2+dist+reduce+gather tp2+pp2+dp2+dist+reduce+gather",
+    ),
+    "qwen2 tied": Model(
+        "q25tied",
+        {},
+        "one+selective tp2 tp2+sp+selective+mbs2 tp4+sp pp2 pp4 pp2+vpp2+p2p dp2+dist+reduce+gather tp2+sp+pp2"
+        " pp2+vpp2+dp2+dist+reduce pp2+dp2+dist+mbs2+block tp2+sp+pp2+dp2+dist+reduce+gather",
+    ),
+    "llama": Model(
+        "llama31",
+        {},
+        "one one+mbs8 tp2+sp+full tp4 pp2+vpp2 dp2 dp2+reduce dp2+dist+reduce tp2+pp2"
+        " tp2+sp+pp2+dp2+dist+reduce+gather",
+    ),
+}
+#: What makes other code run, in the layouts where it could go wrong.
+SPECIAL = {
+    "one KV head": Model("q25", {"num_key_value_heads": 1}, "tp2 tp4+sp+mbs2"),
+    "no GQA": Model("llama31", {"num_key_value_heads": 4}, "tp2+sp"),
+    "sliding window": Model("q25window", {}, "one tp2+sp+pp2"),
+    "wide heads, tied": Model("llama32tied", {}, "tp2+sp pp2"),
+    "linear rope": Model("llamalin", {}, "tp2"),
+    "yarn rope": Model("llamayarn", {}, "tp2+pp2"),
+    "dynamic rope": Model("llamadyn", {}, "tp2+sp"),
+    "biases": Model("llamabias", {}, "tp2+sp+pp2"),
+    "padded vocabulary": Model("q25", {"vocab_size": 323}, "one+divisor128 tp2+sp+divisor128 tp2+pp2+divisor128"),
+    "padded vocabulary, tied": Model("q25tied", {"vocab_size": 323}, "tp4+divisor128 tp2+sp+pp2+divisor128"),
+    "eight layers": Model("q25tied", {"num_hidden_layers": 8}, "pp4+vpp2"),
+    "twelve layers": Model("llama31", {"num_hidden_layers": 12}, "pp2+vpp3+full"),
+}
+
+
+def parse_layout(layout: str) -> tuple[int, dict[str, Any]]:
+    """World size and field values of a layout such as ``tp2+sp+pp2+vpp2+dp2+dist+reduce+gather``.
+
+    Raises:
+        ConfigError: a part is not known, or the layout has more processes than the pool.
+    """
+    world, values = 1, {}
+    for part in layout.split("+"):
+        sized = re.fullmatch(r"(tp|pp|vpp|dp|mbs|divisor)([1-9]\d*)", part)
+        if sized is None and part not in _SWITCHES:
+            raise ConfigError(f"a part of the layout {layout} is not known", got=repr(part), allowed=GRAMMAR)
+        if sized is None:
+            values |= _SWITCHES[part]
+            continue
+        kind, size = sized[1], int(sized[2])
+        if kind != "dp":
+            values[_SIZES[kind]] = size
+        if kind in ("tp", "pp", "dp"):
+            world *= size
+    if world > MAX_WORLD_SIZE:
+        raise ConfigError(f"the layout {layout} has too many processes", got=world, allowed=f"up to {MAX_WORLD_SIZE}")
+    return world, values
+
+
+def training_values(layout: str, tokens: torch.Tensor) -> dict[str, Any]:
+    """Field values of a training run over ``tokens [steps, batch, s + 1]``."""
+    return {
+        **RECIPE,
+        "seq_length": tokens.shape[2] - 1,
+        "micro_batch_size": 1,
+        "global_batch_size": tokens.shape[1],
+        "train_iters": tokens.shape[0],
+        "make_vocab_size_divisible_by": 1,
+        **parse_layout(layout)[1],
+    }
