@@ -15,6 +15,7 @@ from mindspeed_llm.config.run import RunConfig
 from mindspeed_llm.core.transformer.config import SuiteTransformerConfig
 from mindspeed_llm.core.transformer.model import SuiteGPTModel
 from mindspeed_llm.core.transformer.specs import gpt_block_spec
+from mindspeed_llm.device import current
 
 from megatron.core import parallel_state
 from megatron.core.activations import quick_gelu, squared_relu
@@ -110,7 +111,8 @@ def build_chunks(cfg: RunConfig, config: SuiteTransformerConfig) -> list[Megatro
     stages = config.virtual_pipeline_model_parallel_size
     chunks = []
     for stage in range(stages) if stages else [None]:
-        chunk = _build_chunk(cfg, config, stage)
+        # What was initialised on the CPU (norms, or all of it by --use-cpu-initialization) joins the rest.
+        chunk = _build_chunk(cfg, config, stage).to(current().torch_device)
         if config.bf16 or config.fp16:
             chunk = Float16Module(config, chunk)
         chunks.append(chunk)
