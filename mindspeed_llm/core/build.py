@@ -144,8 +144,7 @@ def wrap_ddp(cfg: RunConfig, config: SuiteTransformerConfig, chunks: list[Megatr
     # reduction. The loop looks at their norm instead, which every rank knows.
     ddp_config = _fill(DistributedDataParallelConfig, cfg, check_for_nan_in_grad=False)
     return [
-        # Only the first chunk's gradients overlap with backward of others: as Megatron-LM, one bucket in the rest
-        # unless gathering overlaps too.
+        # As in Megatron-LM: a later chunk's reduction overlaps with other chunks' computation, whole as it is.
         DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
