@@ -71,6 +71,9 @@ def build_data_iterator(
         num_workers=workers,
         persistent_workers=workers > 0,
         pin_memory=device.current().type == "cuda",
+        # Without one of its own it draws from the default generator, here and not on the ranks that read no data: these
+        # would then drop other elements of hidden states, and a resumed run others than an uninterrupted one.
+        generator=torch.Generator(),
     )
     return iter(loader)
 

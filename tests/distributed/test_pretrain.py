@@ -155,15 +155,31 @@ def test_schedules(pool: Pool, flags: Flags, metrics: Path, unit: str) -> None:
 def test_exit_interval_saves_and_a_resume_goes_on(
     pool: Pool, flags: Flags, metrics: Path, tmp_path: Path, layout: str
 ) -> None:
-    straight = flags | {"--train-iters": 6, "--metrics-file": tmp_path / "straight.jsonl"}
-    succeed(pool, straight | {"--save": tmp_path / "unused"}, layout)
-    stopped = flags | {"--train-iters": 6, "--save": tmp_path / "saves"}
+    # Dropout, so that random states matter; evaluations, which are over the same samples before and after.
+    flags |= {"--attention-dropout": 0.1, "--hidden-dropout": 0.1, "--train-iters": 6}
+    flags |= {"--eval-interval": 2, "--eval-iters": 1, "--split": "70,30,0"}
+    straight = tmp_path / "straight.jsonl"
+    succeed(pool, flags | {"--save": tmp_path / "unused", "--metrics-file": straight}, layout)
+    stopped = flags | {"--save": tmp_path / "saves"}
     succeed(pool, stopped | {"--exit-interval": 4}, layout)
     assert [row["iteration"] for row in read_rows(metrics)] == [1, 2, 3, 4]
     succeed(pool, stopped | {"--load": tmp_path / "saves", "--hf-config": flags["--load"]}, layout)
     told = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples", "consumed_tokens")
-    one, two = read_rows(tmp_path / "straight.jsonl"), read_rows(metrics)
+    one, two = read_rows(straight), read_rows(metrics)
     assert [[row[name] for name in told] for row in two] == [[row[name] for name in told] for row in one]
+    assert read_rows(metrics, "valid") == read_rows(straight, "valid")
+    assert len(read_rows(straight, "valid")) == 3
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2+dp2+dist", "tp2+pp2"])
+def test_replicated_weights_stay_equal_under_dropout(pool: Pool, flags: Flags, layout: str) -> None:
+    """Tensor-parallel ranks drop the same elements of hidden states, though one of them alone reads data."""
+    more = {"--attention-dropout": 0.1, "--hidden-dropout": 0.1, "--eval-interval": 1, "--eval-iters": 1}
+    results = succeed(pool, flags | more | {"--split": "70,30,0"}, layout)
+    for one, other in zip(results[::2], results[1::2], strict=True):
+        replicated = [name for name in one["weights"] if "norm" in name or name.endswith("linear_proj.bias")]
+        assert len(replicated) >= 4
+        assert [name for name in replicated if not torch.equal(one["weights"][name], other["weights"][name])] == []
 
 
 def test_exit_duration_stops_every_rank_together(pool: Pool, flags: Flags, metrics: Path) -> None:
