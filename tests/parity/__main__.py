@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def models(given: argparse.Namespace) -> Iterator[tuple[str, Path, list[str]]]:
+def models(given: argparse.Namespace) -> Iterator[tuple[str, Path, Sequence[str]]]:
     """Name, folder and layouts."""
     if given.model is not None:
         layer = family_layer({"load": given.model})

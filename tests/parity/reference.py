@@ -87,7 +87,7 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     # transformers gives the row of the padding token no gradient; here, the loss mask says what counts.
-    model.get_input_embeddings().padding_idx = None
+    model.get_input_embeddings().padding_idx = None  # pyright: ignore[reportArgumentType]
     return model
 
 
