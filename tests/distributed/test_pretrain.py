@@ -236,18 +236,18 @@ def poison(folder: Path, target: Path) -> Path:
 def test_fp16_skips_overflows_and_halves_the_scale(
     pool: Pool, flags: Flags, metrics: Path, tmp_path: Path, layout: str
 ) -> None:
-    more = {"--fp16": True, "--initial-loss-scale": 2.0**32, "--hysteresis": 1, "--train-iters": 24}
+    more = {"--fp16": True, "--initial-loss-scale": 2.0**26, "--hysteresis": 1, "--train-iters": 14}
     more |= {"--save-hf": tmp_path / "hf", "--save-hf-interval": 1, "--lr-decay-style": "linear"}
     succeed(pool, flags | more, layout)
     rows = read_rows(metrics)
     skipped = [row["skipped"] for row in rows]
     first = skipped.index(0)
-    assert 2 <= first < 23
-    assert [row["loss_scale"] for row in rows[: first + 1]] == [2.0 ** (32 - k) for k in range(first + 1)]
+    assert 2 <= first < 13
+    assert [row["loss_scale"] for row in rows[: first + 1]] == [2.0 ** (26 - k) for k in range(first + 1)]
     assert skipped[:first] == [1] * first
     # Nothing moves in a skipped step, the schedule neither; the data does.
     assert {row["learning_rate"] for row in rows[: first + 1]} == {1e-3}
-    assert [row["consumed_samples"] for row in rows] == [GLOBAL_BATCH * k for k in range(1, 25)]
+    assert [row["consumed_samples"] for row in rows] == [GLOBAL_BATCH * k for k in range(1, 15)]
     given = {name: t.half() for name, t in load_file(flags["--load"] / "model.safetensors").items()}
     name = "model.layers.0.mlp.up_proj.weight"
     for step in range(1, first + 1):
@@ -285,7 +285,7 @@ def test_sixteen_bits_stay_near_transformers_in_fp32(
 # ----------------------------------------------------------------------------------------------------- cuts of a batch
 
 
-@pytest.mark.parametrize("layout", ["mbs4", "mbs2", "one", "dp2", "mbs2+dp2+dist+reduce", "dp4", "pp2", "pp2+dp2"])
+@pytest.mark.parametrize("layout", ["mbs4", "mbs2", "one", "mbs2+dp2+dist+reduce", "dp4", "pp2+dp2"])
 @pytest.mark.parametrize("per_token", [True, False], ids=["per token", "per micro-batch"])
 def test_loss_and_gradient_of_a_batch_with_uneven_masks(
     pool: Pool, flags: Flags, metrics: Path, folder: Path, layout: str, per_token: bool
@@ -310,9 +310,15 @@ def test_loss_and_gradient_of_a_batch_with_uneven_masks(
 # ----------------------------------------------------------------------------------------------------------- documents
 
 
-@pytest.mark.parametrize("layout", ["one", "mbs2", "tp2+sp", "pp2", "pp2+vpp2", "pp4+mbs2", "tp2+pp2+full"])
-@pytest.mark.parametrize("in_loader", [True, False], ids=["mask", "no mask"])
-@pytest.mark.parametrize("positions", [True, False], ids=["positions", "running"])
+@pytest.mark.parametrize(
+    ("layout", "in_loader", "positions"),
+    [
+        *((layout, True, False) for layout in ("one", "tp2+sp", "pp2+vpp2", "pp4+mbs2")),
+        *((layout, False, False) for layout in ("one", "mbs2", "tp2+sp", "pp2+vpp2", "tp2+pp2+full")),
+        ("mbs2", True, True),
+        ("pp2", False, True),
+    ],
+)
 def test_documents_do_not_see_each_other(
     pool: Pool, flags: Flags, metrics: Path, folder: Path, layout: str, in_loader: bool, positions: bool
 ) -> None:
