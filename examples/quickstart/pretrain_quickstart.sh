@@ -32,7 +32,7 @@ TRAIN_ARGS=(
     --lr 2e-3
     --min-lr 2e-4
     --lr-decay-style cosine
-    --lr-warmup-iters 20
+    --lr-warmup-fraction 0.07
     --weight-decay 0.1
     --adam-beta2 0.95
     --clip-grad 1.0

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException as CollectiveError
 
 import mindspeed_llm.core  # noqa: F401  the device seam comes before megatron-core
 from mindspeed_llm.errors import CheckpointError
@@ -111,12 +112,32 @@ def load(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
     """
     try:
         return cast(dict[str, Any], dist_checkpointing.load(state, str(folder), strict=StrictHandling.RAISE_UNEXPECTED))
+    except (OSError, EOFError) as error:
+        raise _damaged(folder, error) from error
+    except CollectiveError as error:
+        # A BaseException: what each rank met, in one.
+        causes = [wrapped[0] for wrapped in error.failures.values()]
+        if any(isinstance(cause, OSError | EOFError) for cause in causes):
+            raise _damaged(folder, causes[0]) from error
+        raise _misfit(folder, causes[0]) from error
     except (CheckpointingException, KeyError, ValueError, RuntimeError) as error:
-        raise CheckpointError(
-            f"the checkpoint {folder} does not fit this run",
-            got=f"{type(error).__name__}: {error}"[:600],
-            fix="resume with the flags of the run that saved it; --finetune or --no-load-optim take only weights",
-        ) from error
+        raise _misfit(folder, error) from error
+
+
+def _damaged(folder: Path, error: BaseException) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint {folder} is damaged",
+        got=f"{type(error).__name__}: {error}"[:600],
+        fix="--ckpt-step N takes up an earlier save",
+    )
+
+
+def _misfit(folder: Path, error: BaseException) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint {folder} does not fit this run",
+        got=f"{type(error).__name__}: {error}"[:600],
+        fix="resume with the flags of the run that saved it; --finetune or --no-load-optim take only weights",
+    )
 
 
 def load_metadata(folder: Path) -> dict[str, Any]:

@@ -28,7 +28,8 @@ class CheckpointConfig:
     """Optimizer steps between Hugging Face folders, written as iter_0000000N under the same place."""
 
     params_dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """Number format of weights written for Hugging Face; by default that of the folder loaded, else of the model."""
+    """Number format of weights written for Hugging Face; by default that of the run if it is
+    bf16 or fp16, else that of the folder loaded."""
 
     finetune: bool = False
     """Load only weights and start at step 0: no optimizer, no random state, no data position."""

@@ -28,6 +28,16 @@ SHAPE_FIELDS = names(
 )
 
 
+ARCHITECTURE_FIELDS = SHAPE_FIELDS + names(
+    """rotary_base rotary_percent rotary_interleaved rope_scaling_type rope_scaling_factor
+    rope_scaling_original_max_position_embeddings low_freq_factor high_freq_factor beta_fast beta_slow
+    rope_scaling_mscale rope_scaling_mscale_all_dim rope_scaling_attention_factor layernorm_epsilon
+    layernorm_zero_centered_gamma activation_func window_size window_attn_skip_freq softmax_scale
+    """
+)
+"""What decides what a model computes from its tensors; a resumed run cannot change it."""
+
+
 @dataclass(frozen=True)
 class Layer:
     """Values of one origin, by field name; raw text and plain Python values alike.

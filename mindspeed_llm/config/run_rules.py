@@ -89,12 +89,12 @@ def positions_fit(cfg: RunConfig) -> Iterator[ConfigError]:
     """Positions reach as far as the sequence, and rotary options are complete."""
     m, length = cfg.model, cfg.training.seq_length
     # Dynamic scaling is for sequences beyond it, and stretches by how much they are.
-    bounded = m.max_position_embeddings is not None and m.rope_scaling_type != "dynamic"
-    if bounded and length is not None and length > m.max_position_embeddings:
+    longest = None if m.rope_scaling_type == "dynamic" else m.max_position_embeddings
+    if longest is not None and length is not None and length > longest:
         yield ConfigError(
             "the sequence is longer than the positions that the model is made for",
-            got=f"--seq-length {length}, --max-position-embeddings {m.max_position_embeddings}",
-            allowed=f"{m.max_position_embeddings} or fewer",
+            got=f"--seq-length {length}, --max-position-embeddings {longest}",
+            allowed=f"{longest} or fewer",
             fix="--seq-length or --max-position-embeddings",
         )
     if not 0 < m.rotary_percent <= 1:

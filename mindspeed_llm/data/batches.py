@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -74,8 +75,14 @@ def build_data_iterator(
         # Without one of its own it draws from the default generator, here and not on the ranks that read no data: these
         # would then drop other elements of hidden states, and a resumed run others than an uninterrupted one.
         generator=torch.Generator(),
+        worker_init_fn=_outlive_sigterm,
     )
     return iter(loader)
+
+
+def _outlive_sigterm(_worker: int) -> None:
+    """A scheduler's SIGTERM reaches the whole process group; the run needs its data until it has saved."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def get_batch(

@@ -346,6 +346,7 @@ def _check_sources(config: PretrainDatasetConfig, tokenizer: Tokenizer, sizes: S
         prefix -> identity of its content.
     """
     fingerprints: dict[str, str] = {}
+    needs_eod = bool(config.eod_mask_loss or config.reset_attention_mask or config.reset_position_ids)
     for split in Split:
         if sizes[split.value] == 0:
             continue
@@ -363,7 +364,7 @@ def _check_sources(config: PretrainDatasetConfig, tokenizer: Tokenizer, sizes: S
         for prefix in blend[0]:
             summary = read_index(prefix)
             if prefix not in fingerprints:
-                check_tokenizer(prefix, tokenizer)
+                check_tokenizer(prefix, tokenizer, needs_eod=needs_eod)
                 fingerprints[prefix] = _fingerprint(prefix)
             _check_length(summary, part, config, split)
     return fingerprints

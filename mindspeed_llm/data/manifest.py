@@ -72,16 +72,22 @@ def write_manifest(prefix: str | Path, manifest: Manifest) -> None:
     partial.replace(path)
 
 
-def check_tokenizer(prefix: str | Path, tokenizer: Tokenizer) -> None:
+def check_tokenizer(prefix: str | Path, tokenizer: Tokenizer, *, needs_eod: bool = False) -> None:
     """Refuse data that another tokenizer made.
 
-    Data without a manifest (Megatron's own tool) passes, and so does a null tokenizer, which claims nothing about text.
+    Data without a manifest (Megatron's own tool) passes, and so does a null tokenizer, which claims nothing about text,
+    unless the run looks for the ends of documents.
+
+    Args:
+        prefix: of the data.
+        tokenizer: of the run.
+        needs_eod: a flag of the run depends on where documents end.
 
     Raises:
         DataError: when the manifest is unreadable, or names another tokenizer or another end of document.
     """
     path = manifest_path(prefix)
-    if isinstance(tokenizer, NullTokenizer) or not path.is_file():
+    if not path.is_file():
         return
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
@@ -91,6 +97,15 @@ def check_tokenizer(prefix: str | Path, tokenizer: Tokenizer) -> None:
             "The manifest cannot be read.", got=f"{path}: {error!r}", fix="prepare the data again"
         ) from error
     stored_hash, stored_eod, append_eod, stored_path = known
+    if isinstance(tokenizer, NullTokenizer):
+        if needs_eod and append_eod and stored_eod != tokenizer.eod:
+            raise DataError(
+                "Documents end with another id than the run looks for.",
+                got=f"{tokenizer.eod}, as no tokenizer is named",
+                allowed=f"{stored_eod}, as {path} says",
+                fix="--tokenizer-name-or-path with the tokenizer of the data",
+            )
+        return
     fix = "--tokenizer-name-or-path with the tokenizer of the data, or prepare the data again"
     if stored_hash != tokenizer.hash:
         raise DataError(

@@ -152,7 +152,12 @@ def prepare(settings: PrepareSettings, tokenizer: TextTokenizer) -> PrepareResul
     sources = tuple(_source(path) for path in settings.inputs)
     encoder = BlockEncoder(tokenizer, settings.keys, settings.append_eod)
     output = Path(settings.output_prefix)
-    output.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            "The output folder cannot be made.", got=f"{output.parent}: {error.strerror}", fix="--output-prefix"
+        ) from error
     prefixes = {key: dataset_prefix(settings.output_prefix, key) for key in settings.keys}
     progress = _Progress(settings, started)
     with ExitStack() as stack:

@@ -105,8 +105,8 @@ def family_layer(given: Mapping[str, Any]) -> Layer | None:
         family = family_by_name(str(named)) if named else family_for(hf_config)
         values = {**family.config_to_values(hf_config), "model_type_hf": family.name}
         stored = _DTYPES.get(str(hf_config.get("dtype") or hf_config.get("torch_dtype")))
-        if binding and stored is not None:
-            # What comes back has the dtype of what came in, unless --params-dtype says otherwise.
+        if binding and stored is not None and not (given.get("bf16") or given.get("fp16")):
+            # What comes back has the dtype of what came in, unless the run computes in another or is told otherwise.
             values["params_dtype"] = stored
         return Layer(f"{family.name} ({path})", values, binding=binding)
     return None

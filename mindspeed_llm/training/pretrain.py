@@ -22,7 +22,7 @@ from mindspeed_llm.training.save_load import load_checkpoint, save_checkpoint
 from mindspeed_llm.training.setup import setup
 from mindspeed_llm.training.state import Run
 from mindspeed_llm.training.streams import open_streams
-from mindspeed_llm.training.weights import Origin, check_exports, export_hf, find_origin, load_from_hf
+from mindspeed_llm.training.weights import Origin, check_exports, check_outputs, export_hf, find_origin, load_from_hf
 
 logger = logging.getLogger(__name__)
 
@@ -35,15 +35,19 @@ def pretrain(cfg: RunConfig) -> None:
     """
     origin = find_origin(cfg)
     check_exports(cfg)
+    check_outputs(cfg)
     initialize(cfg)
     if dist.get_rank() == 0:
         logger.info("configuration, values that are not defaults:\n%s", format_non_default(cfg))
         for notice in cfg.notices:
             logger.info("note: %s", notice)
-    run = _set_up(cfg, origin)
     total = total_iterations(cfg)
-    empty = total == 0 and not cfg.training.skip_train
-    streams, held_out = ([], {}) if empty else open_streams(cfg, len(run.chunks), run.progress.consumed_samples)
+    steps = total > 0 or cfg.training.skip_train
+    open_training, held_out = open_streams(cfg) if steps else (None, {})
+    run = _set_up(cfg, origin)
+    streams = []
+    if open_training is not None and run.progress.iteration < total:
+        streams = open_training(run.progress.consumed_samples)
     reporter = Reporter(cfg, total)
     reporter.start(_start_row(run, origin, total))
     hooks = Hooks(streams, held_out, lambda portable: _save(run, portable), _exporter(run))

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from mindspeed_llm.checkpoint import mcore_io
+from mindspeed_llm.config.resolve import ARCHITECTURE_FIELDS
 from mindspeed_llm.core.groups import data_group, pipeline_group, tensor_group
 from mindspeed_llm.errors import CheckpointError
 from mindspeed_llm.training.state import Run
@@ -118,6 +119,7 @@ def load_checkpoint(run: Run, root: Path, iteration: int) -> None:
     checkpoint = run.cfg.checkpoint
     stored = mcore_io.load_metadata(folder)
     common = mcore_io.load_common(folder)
+    _require_architecture(run, folder, common)
     metadata = _metadata(stored.get(SHARDING))
     state = _model_state(run, metadata)
     with_optimizer = not (checkpoint.finetune or checkpoint.no_load_optim)
@@ -140,6 +142,23 @@ def load_checkpoint(run: Run, root: Path, iteration: int) -> None:
     if not checkpoint.finetune:
         run.progress.load_state_dict(common["progress"])
     logger.info("loaded checkpoint %s", folder)
+
+
+def _require_architecture(run: Run, folder: Path, common: dict[str, Any]) -> None:
+    """A model that computes something else would load every tensor that happens to fit, and drop the others."""
+    stored = {name: value for section in common["config"].values() for name, value in section.items()}
+    differs = {
+        name: (run.cfg.value(name), stored[name])
+        for name in ARCHITECTURE_FIELDS
+        if name in stored and run.cfg.value(name) != stored[name]
+    }
+    if differs:
+        raise CheckpointError(
+            f"the checkpoint {folder} is of another model",
+            got=", ".join(f"{name} {ours}" for name, (ours, _) in differs.items()),
+            allowed=", ".join(f"{name} {theirs}" for name, (_, theirs) in differs.items()),
+            fix="give the --hf-config, or the architecture flags, of the run that saved it",
+        )
 
 
 def _take_up_schedule(run: Run, stored: dict[str, Any]) -> None:

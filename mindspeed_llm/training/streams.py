@@ -15,23 +15,20 @@ from mindspeed_llm.training.loop import Streams
 from mindspeed_llm.training.objective import Batch
 
 
-def open_streams(
-    cfg: RunConfig, chunks: int, consumed_samples: int
-) -> tuple[Streams, Mapping[str, Callable[[], Streams]]]:
-    """The training stream and openers of the held-out ones. Collective.
+def open_streams(cfg: RunConfig) -> tuple[Callable[[int], Streams], Mapping[str, Callable[[], Streams]]]:
+    """Openers of the training stream and of the held-out ones. Collective.
 
-    Args:
-        cfg: the run.
-        chunks: model chunks of this rank, each of which reads the same samples.
-        consumed_samples: where training goes on.
+    Opens nothing yet: what is wrong with the data shows before a model is built.
 
     Returns:
-        Streams of training; split name -> opener, for the held-out splits that hold samples.
+        Opener of training from a number of consumed samples on; split name -> opener, for the held-out splits that hold
+        samples. A stream is a list: each model chunk of this rank reads the same samples.
     """
     tokenizer = tokenizer_of(cfg)
     needed = rank_needs_data(cfg)
     built = build_datasets(cfg, tokenizer, split_sizes(cfg), is_built_on_rank=lambda: needed or dist.get_rank() == 0)
-    stages: list[int | None] = [None] if chunks == 1 else list(range(chunks))
+    chunks = cfg.transformer.virtual_pipeline_model_parallel_size
+    stages: list[int | None] = list(range(chunks)) if chunks else [None]
 
     def open_split(dataset: Any, consumed: int) -> Streams:
         return [
@@ -40,9 +37,7 @@ def open_streams(
         ]
 
     training, *held_out = built
-    total = cfg.training.train_iters or cfg.training.train_samples
-    train = open_split(training, consumed_samples) if total else []
-    return train, {
+    return partial(open_split, training), {
         split: partial(open_split, dataset, 0)
         for split, dataset in zip(("valid", "test"), held_out, strict=True)
         if _anywhere(dataset is not None)

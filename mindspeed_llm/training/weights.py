@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -52,6 +53,11 @@ def find_origin(cfg: RunConfig) -> Origin:
     folder = Path(checkpoint.load)
     if folder.is_dir():
         if hf_io.is_hf_folder(folder):
+            if checkpoint.save is not None and Path(checkpoint.save).resolve() == folder.resolve():
+                raise CheckpointError(
+                    f"--save {folder} is the Hugging Face folder that --load reads",
+                    fix="save elsewhere; to go on from there, --load that folder and keep --hf-config here",
+                )
             return Origin("hf", folder)
         if checkpoint.ckpt_step is not None:
             mcore_io.require_save(folder, checkpoint.ckpt_step)
@@ -116,7 +122,7 @@ def hf_source(cfg: RunConfig) -> Path | None:
 
 
 def export_dtype(cfg: RunConfig) -> torch.dtype:
-    """The dtype of exported weights: ``--params-dtype``, else that of the folder they came from, else the model's."""
+    """The dtype of exported weights: ``--params-dtype``, else the run's if 16 bits, else that of the folder loaded."""
     return _DTYPES[cfg.checkpoint.params_dtype]  # pyright: ignore[reportArgumentType]  derived by now
 
 
@@ -128,6 +134,32 @@ def check_exports(cfg: RunConfig) -> None:
     """
     if cfg.checkpoint.save_hf is not None:
         check_export(family_of(cfg), cfg, cfg.checkpoint.save_hf, dtype=export_dtype(cfg), source=hf_source(cfg))
+
+
+def check_outputs(cfg: RunConfig) -> None:
+    """Make every folder that the run will write to, and see that it can.
+
+    Raises:
+        CheckpointError: one of them cannot be made or written to.
+    """
+    export, metrics = cfg.checkpoint.save_hf, cfg.logging.metrics_file
+    folders = {
+        "--save": cfg.checkpoint.save,
+        "--save-hf": export and str(Path(export).absolute().parent),
+        "--metrics-file": metrics and str(Path(metrics).absolute().parent),
+        "--tensorboard-dir": cfg.logging.tensorboard_dir,
+    }
+    for flag, folder in folders.items():
+        if folder is None:
+            continue
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise CheckpointError(
+                f"{flag}: the folder cannot be written to", got=f"{folder}: {error.strerror}", fix=f"another {flag}"
+            ) from error
 
 
 def export_hf(run: Run, folder: Path) -> None:

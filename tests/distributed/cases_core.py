@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import mindspeed_llm.core  # noqa: F401  brings megatron-core in behind its seam
+from mindspeed_llm import api
 from mindspeed_llm.checkpoint import hf_io
 from mindspeed_llm.config.resolve import from_values
 from mindspeed_llm.config.run import RunConfig
@@ -30,8 +31,8 @@ from mindspeed_llm.training.save_load import load_checkpoint, save_checkpoint
 from mindspeed_llm.training.setup import setup
 from mindspeed_llm.training.state import Run
 from mindspeed_llm.training.step import train_step
-from tests.parity.case import micro_batches, open_run, parse_layout
-from tests.parity.reference import RECIPE
+from tests.parity.case import micro_batches
+from tests.parity.layouts import RECIPE, parse_layout
 
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import p2p_communication
@@ -119,7 +120,7 @@ def configuration(folder: str, values: dict[str, Any]) -> RunConfig:
 def logits_of_lengths(folder: str, tokens: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
     """``[b, length, v]`` of the first ``length`` of ``tokens [b, s]``, one after the other in one model."""
     # A configured length beyond the trained one is refused; only the dynamic scheme is made for that.
-    run = open_run(folder, recipe("one", tokens[None, :, :], seq_length=16))
+    run = api.load_hf(folder, **recipe("one", tokens[None, :, :], seq_length=16))
     found = []
     for length in lengths:
         part = tokens[:, :length]
@@ -132,7 +133,7 @@ def dropout_masks(folder: str, layout: str, tokens: torch.Tensor, **more: Any) -
     """Which elements the first micro-batch's forward pass drops, in order: of hidden states and of attention."""
     masks: dict[str, list[torch.Tensor]] = {"hidden": [], "attention": []}
     values = recipe(layout, tokens, hidden_dropout=0.1, attention_dropout=0.1, **more)
-    run = open_run(folder, values)
+    run = api.load_hf(folder, **values)
     batch = next(micro_batches(tokens, 1))
     with recorded(masks):
         run.chunks[0](batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
@@ -179,7 +180,7 @@ def train_some(
     """
     values = recipe(layout, tokens, **more)
     if load is None:
-        run = open_run(folder, values)
+        run = api.load_hf(folder, **values)
     else:
         # Another seed, so that what is equal afterwards came out of the save.
         cfg = configuration(folder, {**values, "seed": 4321})

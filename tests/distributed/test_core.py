@@ -14,27 +14,26 @@ import mindspeed_llm.core  # noqa: F401  the seam comes first
 from mindspeed_llm.core import patches
 from mindspeed_llm.models.registry import family_by_name
 from tests.distributed.pool import Pool
-from tests.parity.case import parse_layout
-from tests.parity.reference import relative, token_batches, write_model
+from tests.fixtures import hf_folder, redraw
+from tests.parity.layouts import parse_layout
+from tests.parity.reference import relative, token_batches
 
 HERE = "tests.distributed.cases_core"
 VOCAB = 37
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write("qwen2", tmp_path_factory.mktemp("model") / "qwen2")
+MODEL_VOCAB = 328
 
 
 @pytest.fixture(scope="module")
-def tied(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write("qwen2", tmp_path_factory.mktemp("model") / "tied", tie_word_embeddings=True)
+def folder() -> str:
+    return str(hf_folder("q25", vocab=MODEL_VOCAB))
 
 
-def write(family: str, path: Path, **changes: Any) -> str:
-    description = family_by_name(family)
-    return str(write_model(path, description.hf_architectures[0], {**description.tiny, **changes}))
+@pytest.fixture(scope="module")
+def tied() -> str:
+    return str(hf_folder("q25tied", vocab=MODEL_VOCAB))
 
 
 def run(pool: Pool, case: str, layout: str, **arguments: Any) -> list[Any]:
@@ -101,10 +100,14 @@ ROTARY: dict[str, dict[str, Any]] = {
 def test_logits_with_scaled_rotary_frequencies(pool: Pool, tmp_path: Path, scheme: str) -> None:
     trained = 32 if scheme == "dynamic" else 96
     rope = {**ROTARY[scheme], "rope_theta": 1e4}
-    path = write("llama", tmp_path / "model", rope_parameters=rope, max_position_embeddings=trained)
+    path = str(tmp_path / "model")
+    config = {**family_by_name("llama").tiny, "rope_parameters": rope, "max_position_embeddings": trained}
+    made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
+    redraw(made)
+    made.save_pretrained(path)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     assert model.config.rope_parameters["rope_type"] == ROTARY[scheme]["rope_type"]
-    tokens = token_batches(seed=3)[0][:2].repeat(1, 2)[:, :48]
+    tokens = token_batches(vocab=MODEL_VOCAB, seed=3)[0][:2].repeat(1, 2)[:, :48]
     lengths = [24, 48, 24]
     got = pool.run(f"{HERE}:logits_of_lengths", 1, folder=path, tokens=tokens, lengths=lengths)[0]
     for length, ours in zip(lengths, got, strict=True):
@@ -120,9 +123,9 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> list[bool]:
     return [torch.equal(x, y) for x, y in zip(a, b, strict=True)]
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2 sp"])
+@pytest.mark.parametrize("layout", ["tp2", "tp2+sp"])
 def test_dropout_between_tensor_parallel_ranks(pool: Pool, folder: str, layout: str) -> None:
-    first, second = run(pool, "dropout_masks", layout, folder=folder, tokens=token_batches(seed=7))
+    first, second = run(pool, "dropout_masks", layout, folder=folder, tokens=token_batches(vocab=MODEL_VOCAB, seed=7))
     layers = family_by_name("qwen2").tiny["num_hidden_layers"]
     assert len(first["attention"]) == layers
     # Behind the embedding, the attention and the MLP of each layer.
@@ -132,21 +135,21 @@ def test_dropout_between_tensor_parallel_ranks(pool: Pool, folder: str, layout: 
     # Heads are split, so each rank draws its own.
     assert not any(same(first["attention"], second["attention"]))
     # Hidden states are split along the sequence, or replicated.
-    split = "sp" in layout.split()
+    split = "sp" in layout.split("+")
     assert same(first["hidden"], second["hidden"]) == [not split] * len(first["hidden"])
     assert not any(torch.equal(a, b) for a, b in zip(first["hidden"], first["hidden"][1:], strict=False))
 
 
 def test_dropout_between_data_parallel_ranks(pool: Pool, folder: str) -> None:
-    tokens = token_batches(seed=7)
+    tokens = token_batches(vocab=MODEL_VOCAB, seed=7)
     replicas = run(pool, "dropout_masks", "dp2", folder=folder, tokens=tokens)
     # As in Megatron-LM, replicas share their generators.
     assert all(same(replicas[0]["hidden"], replicas[1]["hidden"]))
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2 sp"])
+@pytest.mark.parametrize("layout", ["one", "tp2+sp"])
 def test_a_seed_fixes_a_run(pool: Pool, folder: str, layout: str) -> None:
-    arguments = {"folder": folder, "tokens": token_batches(seed=7, steps=2), **DROPOUT}
+    arguments = {"folder": folder, "tokens": token_batches(vocab=MODEL_VOCAB, seed=7, steps=2), **DROPOUT}
     first = run(pool, "train_some", layout, **arguments)
     again = run(pool, "train_some", layout, **arguments)
     other = run(pool, "train_some", layout, **arguments, seed=1)
@@ -155,12 +158,12 @@ def test_a_seed_fixes_a_run(pool: Pool, folder: str, layout: str) -> None:
         assert a["losses"] != c["losses"]
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2", "tp2 sp"])
+@pytest.mark.parametrize("layout", ["one", "tp2", "tp2+sp"])
 def test_recomputation_with_dropout_changes_nothing(pool: Pool, folder: str, layout: str) -> None:
-    arguments = {"folder": folder, "tokens": token_batches(seed=7, steps=2), **DROPOUT}
+    arguments = {"folder": folder, "tokens": token_batches(vocab=MODEL_VOCAB, seed=7, steps=2), **DROPOUT}
     plain = run(pool, "train_some", layout, **arguments)
     for how in ("full", "block", "selective"):
-        recomputed = run(pool, "train_some", f"{layout} {how}", **arguments)
+        recomputed = run(pool, "train_some", f"{layout}+{how}", **arguments)
         for a, b in zip(plain, recomputed, strict=True):
             assert_same_run(a, b)
 
@@ -185,13 +188,13 @@ def assert_same_run(a: dict[str, Any], b: dict[str, Any], last: int | None = Non
         # The two forms differ with the distributed optimizer only.
         ("one", {}, False),
         ("one", {"bf16": True}, False),
-        ("tp2 sp dist dp2", {}, False),
-        ("tp2 sp dist dp2", {"bf16": True}, False),
-        ("tp2 sp dist dp2", {"bf16": True}, True),
-        ("dp2 dist reduce gather", {"bf16": True}, False),
-        ("dp2 dist reduce gather", {}, True),
-        ("pp2 vpp2 p2p", {}, False),
-        ("tp2 sp pp2", {"bf16": True}, False),
+        ("tp2+sp+dist+dp2", {}, False),
+        ("tp2+sp+dist+dp2", {"bf16": True}, False),
+        ("tp2+sp+dist+dp2", {"bf16": True}, True),
+        ("dp2+dist+reduce+gather", {"bf16": True}, False),
+        ("dp2+dist+reduce+gather", {}, True),
+        ("pp2+vpp2+p2p", {}, False),
+        ("tp2+sp+pp2", {"bf16": True}, False),
     ],
     ids=str,
 )
@@ -201,7 +204,7 @@ def test_a_resumed_run_repeats_the_straight_one(
     root = str(tmp_path / "save")
     arguments = {
         "folder": folder,
-        "tokens": token_batches(seed=7, steps=4),
+        "tokens": token_batches(vocab=MODEL_VOCAB, seed=7, steps=4),
         "lr_decay_style": "cosine",
         "lr_warmup_iters": 1,
         **DROPOUT,
@@ -218,8 +221,8 @@ def test_a_resumed_run_repeats_the_straight_one(
 
 
 def test_saving_does_not_move_a_run(pool: Pool, folder: str, tmp_path: Path) -> None:
-    layout = "tp2 sp dist dp2"
-    arguments = {"folder": folder, "tokens": token_batches(seed=7, steps=3), "bf16": True, **DROPOUT}
+    layout = "tp2+sp+dist+dp2"
+    arguments = {"folder": folder, "tokens": token_batches(vocab=MODEL_VOCAB, seed=7, steps=3), "bf16": True, **DROPOUT}
     saves = {1: [(str(tmp_path / "a"), False), (str(tmp_path / "b"), True)]}
     saved = run(pool, "train_some", layout, saves=saves, **arguments)
     for a, b in zip(saved, run(pool, "train_some", layout, **arguments), strict=True):
@@ -229,10 +232,10 @@ def test_saving_does_not_move_a_run(pool: Pool, folder: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 def test_a_portable_save_loads_in_other_layouts(pool: Pool, folder: str, tmp_path: Path, bf16: bool) -> None:
     root = str(tmp_path / "save")
-    arguments = {"folder": folder, "tokens": token_batches(seed=7, steps=4), "bf16": bf16}
-    straight = run(pool, "train_some", "tp2 sp dp2 dist", saves={2: [(root, True)]}, **arguments)[0]
+    arguments = {"folder": folder, "tokens": token_batches(vocab=MODEL_VOCAB, seed=7, steps=4), "bf16": bf16}
+    straight = run(pool, "train_some", "tp2+sp+dp2+dist", saves={2: [(root, True)]}, **arguments)[0]
     tolerance = 2e-3 if bf16 else 1e-5
-    for layout in ("pp2 dist", "one dist", "tp2 dp2 dist", "pp2 vpp2 nop2p dist"):
+    for layout in ("pp2+dist", "one+dist", "tp2+dp2+dist", "pp2+vpp2+nop2p+dist"):
         resumed = run(pool, "train_some", layout, first=2, load=root, **arguments)[0]
         assert relative(resumed["losses"][0], straight["losses"][2]) <= tolerance, layout
         # The second loss is right only if the optimizer's state came along.
@@ -240,11 +243,11 @@ def test_a_portable_save_loads_in_other_layouts(pool: Pool, folder: str, tmp_pat
         assert resumed["rates"] == straight["rates"][2:]
 
 
-@pytest.mark.parametrize("layout", ["one dist", "dp4 dist"])
+@pytest.mark.parametrize("layout", ["one+dist", "dp4+dist"])
 def test_a_periodic_save_loads_at_any_data_parallel_size(pool: Pool, folder: str, tmp_path: Path, layout: str) -> None:
     root = str(tmp_path / "save")
-    arguments = {"folder": folder, "tokens": token_batches(seed=7, steps=4)}
-    straight = run(pool, "train_some", "dp2 dist", saves={2: [(root, False)]}, **arguments)[0]
+    arguments = {"folder": folder, "tokens": token_batches(vocab=MODEL_VOCAB, seed=7, steps=4)}
+    straight = run(pool, "train_some", "dp2+dist", saves={2: [(root, False)]}, **arguments)[0]
     resumed = run(pool, "train_some", layout, first=2, load=root, **arguments)[0]
     for got, wanted in zip(resumed["losses"], straight["losses"][2:], strict=True):
         assert relative(got, wanted) <= 1e-5
@@ -252,27 +255,27 @@ def test_a_periodic_save_loads_at_any_data_parallel_size(pool: Pool, folder: str
 
 def test_loads_that_do_not_fit_are_refused(pool: Pool, folder: str, tmp_path: Path) -> None:
     periodic, plain = str(tmp_path / "periodic"), str(tmp_path / "plain")
-    arguments = {"folder": folder, "tokens": token_batches(seed=7, steps=2)}
-    run(pool, "train_some", "tp2 dist", saves={1: [(periodic, False)]}, **arguments)
+    arguments = {"folder": folder, "tokens": token_batches(vocab=MODEL_VOCAB, seed=7, steps=2)}
+    run(pool, "train_some", "tp2+dist", saves={1: [(periodic, False)]}, **arguments)
     run(pool, "train_some", "one", saves={1: [(plain, False)]}, **arguments)
-    for layout in ("one dist", "pp2 dist"):
+    for layout in ("one+dist", "pp2+dist"):
         for error in run(pool, "refused_load", layout, load=periodic, step=1, **arguments):
             assert "loads only at the layout that saved it" in error
             assert "--no-load-optim" in error
-    for error in run(pool, "refused_load", "one dist", load=plain, step=1, **arguments):
+    for error in run(pool, "refused_load", "one+dist", load=plain, step=1, **arguments):
         assert "without the distributed optimizer" in error
     for error in run(pool, "refused_load", "one", load=plain, step=7, **arguments):
         assert "no checkpoint of iteration 7" in error
         assert "iter_0000001" in error
     # Its weights load anywhere.
-    for layout in ("one dist", "pp2 dist", "one"):
+    for layout in ("one+dist", "pp2+dist", "one"):
         ranks = run(pool, "loaded_weights", layout, load=periodic, step=1, no_load_optim=True, **arguments)
         assert [rank["progress"]["iteration"] for rank in ranks] == [1] * len(ranks)
 
 
 def test_finetune_takes_the_weights_only(pool: Pool, folder: str, tmp_path: Path) -> None:
     root = str(tmp_path / "save")
-    arguments = {"folder": folder, "tokens": token_batches(seed=7, steps=2)}
+    arguments = {"folder": folder, "tokens": token_batches(vocab=MODEL_VOCAB, seed=7, steps=2)}
     trained = run(pool, "train_some", "one", saves={2: [(root, False)]}, **arguments)[0]
     tuned = run(pool, "loaded_weights", "one", load=root, step=2, finetune=True, **arguments)[0]
     assert tuned["progress"]["iteration"] == 0
@@ -307,12 +310,12 @@ LANGUAGE = "megatron.core.models.common.language_module.language_module:Language
 #: Patch -> the case of cases_core.py that goes wrong without it, its layout and more arguments.
 NEEDED: dict[str, tuple[str, str, dict[str, Any]]] = {
     f"{OPTIMIZER}:Adam": ("build", "one", {}),
-    f"{OPTIMIZER}:USING_PYTORCH_OPTIMIZER": ("save_and_resume", "one dist", {}),
-    f"{DISTRIBUTED}:Adam": ("build", "one dist", {}),
-    f"{DISTRIBUTED}:HAVE_APEX_OR_TE": ("save_and_resume", "one dist", {}),
-    f"{CLASS}._set_main_param_and_optimizer_states": ("save_and_resume", "one dist", {"portable": False}),
-    f"{CLASS}.get_parameter_state_dp_zero": ("save_and_resume", "dp2 dist", BF16),
-    f"{CLASS}._build_model_and_main_param_groups": ("build", "one dist", {}),
+    f"{OPTIMIZER}:USING_PYTORCH_OPTIMIZER": ("save_and_resume", "one+dist", {}),
+    f"{DISTRIBUTED}:Adam": ("build", "one+dist", {}),
+    f"{DISTRIBUTED}:HAVE_APEX_OR_TE": ("save_and_resume", "one+dist", {}),
+    f"{CLASS}._set_main_param_and_optimizer_states": ("save_and_resume", "one+dist", {"portable": False}),
+    f"{CLASS}.get_parameter_state_dp_zero": ("save_and_resume", "dp2+dist", BF16),
+    f"{CLASS}._build_model_and_main_param_groups": ("build", "one+dist", {}),
     f"{OPTIMIZER}.optimizer:Float16OptimizerWithFloat16Params.__init__": ("build", "one", BF16),
     f"{OPTIMIZER}.clip_grads:clip_grad_by_total_norm_fp32": ("build", "one", {}),
     f"{LANGUAGE}.setup_embeddings_and_output_layer": ("build", "pp2", {}),
@@ -334,7 +337,7 @@ def test_each_patch_is_needed(pool: Pool, tied: str, tmp_path: Path, patch: str)
     world = parse_layout(layout)[0]
     arguments: dict[str, Any] = {"case": case, **more}
     if case in ("build", "save_and_resume"):
-        arguments |= {"folder": tied, "layout": layout, "tokens": token_batches(seed=7, steps=2)}
+        arguments |= {"folder": tied, "layout": layout, "tokens": token_batches(vocab=MODEL_VOCAB, seed=7, steps=2)}
     for left_out in (None, patch):
         if case == "save_and_resume":
             arguments["root"] = str(tmp_path / ("without" if left_out else "with"))
