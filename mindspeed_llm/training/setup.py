@@ -53,11 +53,7 @@ def _connect(cfg: RunConfig, config: SuiteTransformerConfig, chunks: list[Any], 
     config.finalize_model_grads_func = finalize_model_grads
     if cfg.ddp.overlap_grad_reduce:
         callbacks.no_sync_func = chunks[0].no_sync if one else [chunk.no_sync for chunk in chunks]
-        if config.virtual_pipeline_model_parallel_size and _aligned_grad_reduce(cfg):
+        if not one:
             callbacks.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
     if cfg.value("overlap_param_gather") and cfg.ddp.align_param_gather:
         callbacks.param_sync_func = chunks[0].start_param_sync if one else [chunk.start_param_sync for chunk in chunks]
-
-
-def _aligned_grad_reduce(cfg: RunConfig) -> bool:
-    return bool(cfg.transformer.pipeline_model_parallel_size > 1)

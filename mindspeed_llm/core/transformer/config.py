@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from mindspeed_llm.errors import ConfigError
@@ -70,6 +70,3 @@ class SuiteTransformerConfig(TransformerConfig):
                 shared = name in WRITTEN_AT_RUN_TIME
                 object.__setattr__(twin, name, value if shared else copy.deepcopy(value, memo))
         return twin
-
-
-FIELD_NAMES = frozenset(field.name for field in fields(SuiteTransformerConfig))
