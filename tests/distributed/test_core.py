@@ -273,6 +273,21 @@ def test_loads_that_do_not_fit_are_refused(pool: Pool, folder: str, tmp_path: Pa
         assert [rank["progress"]["iteration"] for rank in ranks] == [1] * len(ranks)
 
 
+@pytest.mark.parametrize("how", ["truncated", "missing"])
+def test_a_damaged_save_is_one_error_with_a_remedy(pool: Pool, folder: str, tmp_path: Path, how: str) -> None:
+    root = tmp_path / "save"
+    arguments = {"folder": folder, "tokens": token_batches(vocab=MODEL_VOCAB, seed=7, steps=2)}
+    run(pool, "train_some", "dp2+dist", saves={1: [(str(root), False)]}, **arguments)
+    shard = root / "iter_0000001" / "__0_0.distcp"
+    if how == "truncated":
+        shard.write_bytes(shard.read_bytes()[:1000])
+    else:
+        shard.unlink()
+    for error in run(pool, "refused_load", "dp2+dist", load=str(root), step=1, **arguments):
+        assert "is damaged" in error
+        assert "--ckpt-step" in error
+
+
 def test_finetune_takes_the_weights_only(pool: Pool, folder: str, tmp_path: Path) -> None:
     root = str(tmp_path / "save")
     arguments = {"folder": folder, "tokens": token_batches(vocab=MODEL_VOCAB, seed=7, steps=2)}
