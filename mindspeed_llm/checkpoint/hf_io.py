@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Protocol, cast
 import torch
 from torch import Tensor
 
+from mindspeed_llm.checkpoint.durable import sync_file, sync_path
 from mindspeed_llm.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -305,7 +306,7 @@ class ShardWriter:
     def close(self) -> None:
         """Brings the current file to disk."""
         if self._open is not None:
-            _sync_file(self._open[1])
+            sync_file(self._open[1])
             self._open[1].close()
             self._open = None
 
@@ -348,7 +349,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """JSON as save_pretrained lays it out, on disk when this returns."""
     with path.open("wb") as file:
         file.write((json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
-        _sync_file(file)
+        sync_file(file)
 
 
 def copy_companions(source: Path, folder: Path, names: Sequence[str]) -> None:
@@ -424,7 +425,7 @@ def publish(out_dir: Path) -> None:
     """Makes the staged export visible in one rename. An earlier export stays until then, intermediate ones for good."""
     staging = staging_folder(out_dir)
     write_json(staging / EXPORT_MARK, {"format": 1})
-    _sync_folder(staging)
+    sync_path(staging)
     retired = out_dir.parent / f".{out_dir.name}.replaced"
     if retired.exists() and not out_dir.exists():
         # A crash between the two renames below: this is all there is of the earlier exports.
@@ -436,19 +437,6 @@ def publish(out_dir: Path) -> None:
         for kept in intermediate_exports(retired):
             kept.rename(staging / kept.name)
     staging.rename(out_dir)
-    _sync_folder(out_dir.parent)
+    sync_path(out_dir.parent)
     if retired.exists():
         shutil.rmtree(retired)
-
-
-def _sync_file(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

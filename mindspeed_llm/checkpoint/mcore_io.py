@@ -5,6 +5,7 @@
     <root>/latest_checkpointed_iteration.txt      the tracker: the newest complete iteration
     <root>/iter_0000010/                          one save: common.pt, metadata.json, __<rank>_<n>.distcp, .metadata
     <root>/iter_0000010.tmp/                      a save that did not finish: never read, replaced by the next
+    <root>/iter_0000010.replaced/                 an earlier save of the same iteration, until the new one is whole
 """
 
 # pyright: basic, reportMissingTypeStubs=false
@@ -12,7 +13,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException as CollectiveError
 
 import mindspeed_llm.core  # noqa: F401  the device seam comes before megatron-core
+from mindspeed_llm.checkpoint.durable import sync_path
 from mindspeed_llm.errors import CheckpointError
 
 from megatron.core import dist_checkpointing
@@ -63,7 +64,7 @@ def require_save(root: Path, iteration: int) -> Path:
         CheckpointError: it is not, or is not a checkpoint of this suite.
     """
     folder = iteration_folder(root, iteration)
-    present = sorted(path.name for path in root.glob("iter_*") if (path / "metadata.json").exists())
+    present = sorted(path.name for path in root.glob("iter_" + 7 * "[0-9]") if (path / "metadata.json").exists())
     if not folder.is_dir():
         raise CheckpointError(
             f"there is no checkpoint of iteration {iteration} in {root}",
@@ -156,22 +157,17 @@ def _plain(metadata: dict[str, Any]) -> dict[str, Any]:
 
 def _publish(root: Path, draft: Path, final: Path, iteration: int) -> None:
     for path in [*draft.iterdir(), draft]:
-        _fsync(path)
+        sync_path(path)
+    retired = final.with_name(final.name + ".replaced")
+    shutil.rmtree(retired, ignore_errors=True)
     if final.exists():
-        shutil.rmtree(final)
+        final.rename(retired)
     draft.rename(final)
-    _fsync(root)
+    sync_path(root)
     tracker = root / TRACKER
     fresh = tracker.with_name(TRACKER + ".tmp")
     fresh.write_text(str(iteration))
-    _fsync(fresh)
+    sync_path(fresh)
     fresh.replace(tracker)
-    _fsync(root)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_path(root)
+    shutil.rmtree(retired, ignore_errors=True)

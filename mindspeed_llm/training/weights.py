@@ -65,7 +65,7 @@ def find_origin(cfg: RunConfig) -> Origin:
         iteration = mcore_io.latest_iteration(folder)
         if iteration is not None:
             return Origin("checkpoint", folder, iteration)
-    saves = sorted(path.name for path in folder.glob("iter_*")) if folder.is_dir() else []
+    saves = sorted(path.name for path in folder.glob("iter_" + 7 * "[0-9]")) if folder.is_dir() else []
     restart = checkpoint.save is not None and folder.resolve() == Path(checkpoint.save).resolve()
     if restart and not saves and not checkpoint.exit_on_missing_checkpoint:
         logger.warning("--load and --save are both %s and it holds no checkpoint: starting from random weights", folder)
