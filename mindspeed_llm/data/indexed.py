@@ -7,7 +7,9 @@ builder writes the same bytes but imports torch; a test compares the two.
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import struct
 from array import array
 from dataclasses import dataclass
@@ -36,6 +38,7 @@ _CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_CODES.items()}
 _UINT16_VOCAB_LIMIT = 65500
 """Below this vocabulary size Megatron stores ids as uint16."""
 _PARTIAL = ".partial"
+_COPY_BYTES = 1 << 24
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -54,7 +57,7 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 class IndexedWriter:
-    """Writes one dataset of one-sequence documents, complete or not at all.
+    """Writes one dataset, complete or not at all.
 
     The data goes to ``*.partial`` files; :meth:`commit` renames them, the index last, because a dataset without an
     index is one that readers refuse. Leaving the ``with`` block without a commit removes everything.
@@ -62,33 +65,50 @@ class IndexedWriter:
     Args:
         prefix: path without suffix.
         dtype: what ids are stored as, see :func:`token_dtype`.
+        split: documents have several sequences (sentences); otherwise each is one.
+
+    Raises:
+        DataError: another process is writing this dataset.
     """
 
-    def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
+    def __init__(self, prefix: str | Path, dtype: np.dtype, *, split: bool = False) -> None:
         self.prefix = Path(prefix)
         self.dtype = dtype
         self._lengths = array("i")
+        self._boundaries = array("q", [0]) if split else None
         self._tokens = 0
         self._partial_bin = Path(f"{prefix}.bin{_PARTIAL}")
         self._partial_idx = Path(f"{prefix}.idx{_PARTIAL}")
-        self._stream = open(self._partial_bin, "wb")  # noqa: SIM115 - closed by commit or __exit__
+        self._stream = open(self._partial_bin, "ab")  # noqa: SIM115 - closed by commit or __exit__
+        try:
+            fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._stream.close()
+            raise DataError(
+                "Another process is writing this dataset.",
+                got=self.prefix,
+                fix="wait for it, or another --output-prefix",
+            ) from error
+        # What a killed process left is of no use.
+        self._stream.truncate(0)
 
     @property
     def documents(self) -> int:
         """Documents added so far."""
-        return len(self._lengths)
+        return len(self._lengths) if self._boundaries is None else len(self._boundaries) - 1
 
     @property
     def tokens(self) -> int:
         """Tokens added so far."""
         return self._tokens
 
-    def add_documents(self, ids: bytes, lengths: bytes) -> None:
+    def add_documents(self, ids: bytes, lengths: bytes, sequences: bytes | None = None) -> None:
         """Append documents.
 
         Args:
             ids: the ids of all of them, end to end, as bytes of ``dtype``.
-            lengths: the tokens in each, as bytes of int32.
+            lengths: the tokens in each sequence, as bytes of int32.
+            sequences: the sequences in each document, as bytes of int32; needed when documents are split.
         """
         first = len(self._lengths)
         self._stream.write(ids)
@@ -97,12 +117,37 @@ class IndexedWriter:
         if added * self.dtype.itemsize != len(ids):
             raise ValueError(f"{len(ids)} bytes of ids, but lengths add up to {added} tokens of {self.dtype}")
         self._tokens += added
+        if self._boundaries is not None and sequences is not None:
+            counts = np.frombuffer(sequences, dtype=np.int32)
+            self._boundaries.frombytes((self._boundaries[-1] + np.cumsum(counts, dtype=np.int64)).tobytes())
+        if self._boundaries is not None and self._boundaries[-1] != len(self._lengths):
+            raise ValueError(f"{len(self._lengths)} sequences, but documents have {self._boundaries[-1]} of them")
+
+    def add_dataset(self, prefix: str) -> None:
+        """Append all documents of another dataset of the same dtype.
+
+        Raises:
+            DataError: the dataset is missing, damaged or of another dtype.
+        """
+        other = read_index(prefix)
+        if other.dtype != self.dtype:
+            raise DataError("Datasets of different dtypes cannot be merged.", got=f"{prefix}: {other.dtype}",
+                            allowed=str(self.dtype), fix="prepare them with the same tokenizer")  # fmt: skip
+        first = len(self._lengths)
+        with open(bin_path(prefix), "rb") as stream:
+            shutil.copyfileobj(stream, self._stream, _COPY_BYTES)
+        self._lengths.frombytes(other.lengths.tobytes())
+        self._tokens += other.tokens
+        boundaries = other.boundaries
+        if self._boundaries is not None:
+            self._boundaries.frombytes((first + boundaries[1:]).tobytes())
+        elif len(boundaries) != len(other.lengths) + 1:
+            raise DataError("A dataset of split documents cannot be merged with one of whole documents.", got=prefix)
 
     def commit(self) -> None:
         """Make the dataset visible under its final names."""
         self._stream.flush()
         os.fsync(self._stream.fileno())
-        self._stream.close()
         with open(self._partial_idx, "wb") as stream:
             self._write_index(stream)
             stream.flush()
@@ -110,19 +155,22 @@ class IndexedWriter:
         idx_path(self.prefix).unlink(missing_ok=True)
         self._partial_bin.replace(bin_path(self.prefix))
         self._partial_idx.replace(idx_path(self.prefix))
+        # Only now: closing gives up the lock, and the next writer would truncate what is not renamed yet.
+        self._stream.close()
 
     def _write_index(self, stream: BinaryIO) -> None:
         lengths = np.frombuffer(self._lengths, dtype=np.int32)
         count = len(lengths)
         stream.write(MAGIC)
         stream.write(struct.pack("<QB", VERSION, _CODE_OF_DTYPE[self.dtype]))
-        stream.write(struct.pack("<QQ", count, count + 1))
+        boundaries = np.arange(count + 1) if self._boundaries is None else np.frombuffer(self._boundaries, np.int64)
+        stream.write(struct.pack("<QQ", count, len(boundaries)))
         lengths.tofile(stream)
         offsets = np.zeros(count, dtype=np.int64)
         np.cumsum(lengths[:-1], dtype=np.int64, out=offsets[1:])
         offsets *= self.dtype.itemsize
         offsets.tofile(stream)
-        np.arange(count + 1, dtype=np.int64).tofile(stream)
+        boundaries.tofile(stream)
 
     def __enter__(self) -> IndexedWriter:
         return self
@@ -143,12 +191,14 @@ class IndexSummary:
         prefix: path without suffix.
         dtype: what ids are stored as.
         lengths: ``[sequences]`` int32, memory mapped: tokens in each sequence.
+        boundaries: ``[documents + 1]`` int64, memory mapped: the sequence with which each document begins, and the end.
         bin_bytes: size of the ``.bin``.
     """
 
     prefix: str
     dtype: np.dtype
     lengths: np.ndarray
+    boundaries: np.ndarray
     bin_bytes: int
 
     @property
@@ -195,7 +245,15 @@ def read_index(prefix: str) -> IndexSummary:
             allowed=f"{end} bytes, as {index.name} says",
             fix="prepare the data again",
         )
-    return IndexSummary(prefix, dtype, lengths, end)
+    offset = HEADER_BYTES + count * (4 + 8)
+    ends = np.memmap(index, dtype=np.int64, mode="r", offset=offset, shape=(boundaries,))
+    if not boundaries or ends[0] != 0 or ends[-1] != count:
+        raise DataError(
+            "The index is damaged.",
+            got=f"{index}: its documents have {ends[-1] if boundaries else 0} of {count} sequences",
+            fix="prepare the data again",
+        )
+    return IndexSummary(prefix, dtype, lengths, ends, end)
 
 
 def _missing_fix(prefix: str) -> str:

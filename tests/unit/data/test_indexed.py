@@ -40,6 +40,70 @@ def test_megatron_reads_it(tmp_path: Path) -> None:
     assert [np.asarray(dataset[number]).tolist() for number in range(len(dataset))] == DOCUMENTS
 
 
+SPLIT = [[[5, 1], [2]], [[7]], [[1], [2, 3], [4]]]
+
+
+def write_split(prefix: Path) -> str:
+    with IndexedWriter(prefix, np.dtype(np.uint16), split=True) as writer:
+        for document in SPLIT:
+            lengths = np.array([len(sentence) for sentence in document], dtype=np.int32)
+            ids = np.array([token for sentence in document for token in sentence], dtype=np.uint16)
+            writer.add_documents(ids.tobytes(), lengths.tobytes(), np.array([len(document)], np.int32).tobytes())
+        writer.commit()
+    return str(prefix)
+
+
+def test_documents_of_several_sequences_and_merging_equal_megatrons_builder(tmp_path: Path) -> None:
+    builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.uint16)
+    for document in SPLIT:
+        builder.add_document(
+            torch.tensor([token for sentence in document for token in sentence]),
+            [len(sentence) for sentence in document],
+        )
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    ours = write_split(tmp_path / "ours")
+    for suffix in (".bin", ".idx"):
+        assert Path(ours + suffix).read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
+    builder = IndexedDatasetBuilder(str(tmp_path / "merged.bin"), dtype=np.uint16)
+    whole = write_documents(tmp_path / "whole", DOCUMENTS)
+    parts = [ours, whole, ours]
+    for part in parts:
+        builder.add_index(part)
+    builder.finalize(str(tmp_path / "merged.idx"))
+    with IndexedWriter(tmp_path / "joined", np.dtype(np.uint16), split=True) as writer:
+        for part in parts:
+            writer.add_dataset(part)
+        assert writer.documents == len(SPLIT) * 2 + len(DOCUMENTS)
+        writer.commit()
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"joined{suffix}").read_bytes() == (tmp_path / f"merged{suffix}").read_bytes()
+
+
+def test_split_documents_are_not_taken_for_whole_ones(tmp_path: Path) -> None:
+    part = write_split(tmp_path / "split")
+    with (
+        IndexedWriter(tmp_path / "d", np.dtype(np.uint16)) as writer,
+        pytest.raises(DataError, match="split documents"),
+    ):
+        writer.add_dataset(part)
+    with IndexedWriter(tmp_path / "d", np.dtype(np.int32)) as writer, pytest.raises(DataError, match="dtypes"):
+        writer.add_dataset(part)
+
+
+def test_two_writers_of_one_dataset_do_not_mix(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "d", np.dtype(np.uint16)) as writer:
+        writer.add_documents(b"\x01\x00", b"\x01\x00\x00\x00")
+        with pytest.raises(DataError, match="Another process"):
+            IndexedWriter(tmp_path / "d", np.dtype(np.uint16))
+        writer.commit()
+    assert read_index(str(tmp_path / "d")).tokens == 1
+
+
+def test_what_a_killed_writer_left_is_dropped(tmp_path: Path) -> None:
+    (tmp_path / "d.bin.partial").write_bytes(b"rubbish")
+    assert read_index(write_documents(tmp_path / "d", DOCUMENTS)).tokens == 306
+
+
 def interrupted(prefix: Path) -> None:
     with IndexedWriter(prefix, np.dtype(np.uint16)) as writer:
         writer.add_documents(b"\x01\x00", b"\x01\x00\x00\x00")
