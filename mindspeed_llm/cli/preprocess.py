@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from mindspeed_llm.config.tokenizer import TokenizerConfig
 from mindspeed_llm.data.prepare import SKIP, STOP, PrepareSettings, prepare
 from mindspeed_llm.data.tokenizer import HF_TYPES, TextTokenizer, build_tokenizer
 from mindspeed_llm.errors import ConfigError, SuiteError
@@ -41,7 +42,8 @@ def run(arguments: argparse.Namespace) -> None:
         raise ConfigError("There must be a worker.", got=f"--workers {arguments.workers}", allowed="1 or more")
     if len(set(arguments.json_keys)) < len(arguments.json_keys):
         raise ConfigError("A key is given twice.", got=" ".join(arguments.json_keys), fix="--json-keys")
-    tokenizer = build_tokenizer(arguments.tokenizer_type, arguments.tokenizer_name_or_path or arguments.tokenizer_model)
+    path = arguments.tokenizer_name_or_path or arguments.tokenizer_model
+    tokenizer = build_tokenizer(TokenizerConfig(arguments.tokenizer_type, path))
     if not isinstance(tokenizer, TextTokenizer):
         raise ConfigError("Text needs a tokenizer of text.", got=arguments.tokenizer_type, allowed=", ".join(HF_TYPES))
     result = prepare(

@@ -14,7 +14,7 @@ import json
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ import torch
 import mindspeed_llm.core  # noqa: F401 - the device seam comes before megatron.core
 from mindspeed_llm.config.data import DataConfig
 from mindspeed_llm.config.run import RunConfig
+from mindspeed_llm.config.tokenizer import TokenizerConfig
+from mindspeed_llm.data.fim import FillInTheMiddle, build_fim, sample_random
 from mindspeed_llm.data.indexed import IndexSummary, bin_path, idx_path, read_index
 from mindspeed_llm.data.indices import Epochs, Indices, build_indices, load_indices, save_indices
 from mindspeed_llm.data.manifest import check_tokenizer
@@ -70,11 +72,13 @@ class PretrainDatasetConfig(GPTDatasetConfig):
         shuffle: whether documents and samples are shuffled.
         index_cache: folder for the arrays of samples; None means beside the data, and not at all where that is
             read-only.
+        fim: what rearranges the documents of each sample, if anything does.
     """
 
     fingerprints: dict[str, str] = field(default_factory=dict)
     shuffle: bool = True
     index_cache: str | None = None
+    fim: FillInTheMiddle | None = None
 
 
 class PretrainDataset(GPTDataset):
@@ -82,6 +86,25 @@ class PretrainDataset(GPTDataset):
 
     config: PretrainDatasetConfig
     dataset: IndexedDataset
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # megatron-core keeps the loss mask of the first sample for all others, with that sample's padding in it.
+        self.masks_and_position_ids_are_cacheable = False
+
+    def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
+        sample = super().__getitem__(idx)
+        if self.config.fim is not None:
+            sample["loss_mask"][sample["labels"] == self.config.fim.sentinels.pad] = 0.0
+        return sample
+
+    def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
+        text, documents = super()._query_document_sample_shuffle_indices(idx)
+        if self.config.fim is None:
+            return text, documents
+        source = self.config.fingerprints[self.dataset.path_prefix]
+        random = sample_random(self.config.random_seed, source, self.index_split.name, int(idx))
+        return self.config.fim(text, random), documents
 
     @staticmethod
     def _key_config_attributes() -> list[str]:
@@ -128,8 +151,8 @@ def tokenizer_of(cfg: RunConfig) -> Tokenizer:
     rows = cfg.model.vocab_size
     if kind == NULL_TYPE:
         # The last of the model's ids ends a document; Megatron's NullTokenizer needs one row more than it is told.
-        return build_tokenizer(kind, None, rows and rows - 1)
-    tokenizer = build_tokenizer(kind, named, rows)
+        return build_tokenizer(TokenizerConfig(NULL_TYPE), rows and rows - 1)
+    tokenizer = build_tokenizer(replace(cfg.tokenizer, tokenizer_name_or_path=named), rows)
     if rows is not None and tokenizer.vocab_size > rows:
         raise DataError(
             "The tokenizer has more ids than the model's vocabulary has rows.",
@@ -221,6 +244,7 @@ def build_datasets(
         reset_position_ids=cfg.data.reset_position_ids,
         reset_attention_mask=cfg.data.reset_attention_mask,
         eod_mask_loss=cfg.data.eod_mask_loss,
+        fim=build_fim(cfg.data, tokenizer),
         # The mask follows from the tokens: data.batches makes it where they are used, at 1/seq_length of the traffic.
         create_attention_mask=False,
         **source,

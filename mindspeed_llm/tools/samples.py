@@ -18,10 +18,11 @@ from pathlib import Path
 import numpy as np
 
 from mindspeed_llm.config.run import SECTIONS, RunConfig
+from mindspeed_llm.config.tokenizer import TokenizerConfig
 from mindspeed_llm.data.batches import document_boundaries
 from mindspeed_llm.data.datasets import build_datasets
 from mindspeed_llm.data.manifest import manifest_path
-from mindspeed_llm.data.tokenizer import HF_TYPES, NULL_TYPE, NullTokenizer, Tokenizer, build_tokenizer
+from mindspeed_llm.data.tokenizer import HF_TYPES, NULL_TYPE, NullTokenizer, Tokenizer, build_tokenizer, load_tokenizer
 from mindspeed_llm.errors import DataError, SuiteError
 
 SPLITS = ("train", "valid", "test")
@@ -79,12 +80,12 @@ def find_tokenizer(arguments: argparse.Namespace) -> Tokenizer:
     """
     if arguments.tokenizer_name_or_path or arguments.tokenizer_type or arguments.mock_data:
         kind = arguments.tokenizer_type or (HF_TYPES[0] if arguments.tokenizer_name_or_path else NULL_TYPE)
-        return build_tokenizer(kind, arguments.tokenizer_name_or_path, arguments.vocab_size)
+        return build_tokenizer(TokenizerConfig(kind, arguments.tokenizer_name_or_path), arguments.vocab_size)
     prefixes = [word for word in arguments.data_path or () if manifest_path(word).is_file()]
     if prefixes:
         manifest = json.loads(manifest_path(prefixes[0]).read_text(encoding="utf-8"))
         if Path(manifest["tokenizer"]).exists():
-            return build_tokenizer(HF_TYPES[0], manifest["tokenizer"])
+            return load_tokenizer(manifest["tokenizer"])
         if manifest["eod"] is not None:
             return NullTokenizer(manifest["eod"])
     if arguments.reset_position_ids or arguments.reset_attention_mask or arguments.eod_mask_loss:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import copy
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -329,5 +330,6 @@ def test_padding_in_the_data_is_left_out_of_the_loss_only_when_it_is_nothing_els
     cfg = run_config(data_path=(prefix,), seq_length=8, split="1,0,0")
     assert build_datasets(cfg, tokenizer, [1, 0, 0])[0][0]["loss_mask"].tolist() == [1, 0, 1, 1, 1, 1, 1, 1]  # pyright: ignore
     for other in ("eos_token", "unk_token"):
-        shared = replace(tokenizer, special_ids={"eos_token": eod, other: pad, "pad_token": pad})
+        shared = copy(tokenizer)
+        shared.special_ids = {"eos_token": eod, other: pad, "pad_token": pad}
         assert build_datasets(cfg, shared, [1, 0, 0])[0][0]["loss_mask"].tolist() == [1.0] * 8  # pyright: ignore

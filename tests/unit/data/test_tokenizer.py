@@ -6,10 +6,12 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from mindspeed_llm.config.tokenizer import TokenizerConfig
 from mindspeed_llm.data.tokenizer import NullTokenizer, build_tokenizer, load_tokenizer
 from mindspeed_llm.errors import DataError
 from tests.unit.data.corpus import QUICKSTART, TOKENIZER
@@ -139,10 +141,18 @@ def test_shipped_tokenizer_is_what_its_script_makes(tmp_path: Path) -> None:
 )
 def test_what_is_missing_is_named(kind: str, path: str | None, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        build_tokenizer(kind, path)
+        build_tokenizer(TokenizerConfig(kind, path))  # pyright: ignore[reportArgumentType] - Sideways is no type
 
 
 def test_unreadable_file(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match="cannot be read"):
         load_tokenizer(tmp_path)
+
+
+def test_flat_ids_are_those_of_each_text_end_to_end() -> None:
+    tokenizer, texts = load_tokenizer(TOKENIZER), [*shipped_texts()[:5], *ODD_TEXTS]
+    ids, lengths = tokenizer.encode_flat(texts)
+    assert (ids.dtype, lengths.dtype) == (np.int32, np.int32)
+    assert [part.tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])] == tokenizer.encode_batch(texts)
+    assert [len(array) for array in tokenizer.encode_flat([])] == [0, 0]
