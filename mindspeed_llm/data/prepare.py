@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
@@ -25,7 +25,8 @@ import numpy as np
 from mindspeed_llm import __version__
 from mindspeed_llm.data.indexed import IndexedWriter, token_dtype
 from mindspeed_llm.data.manifest import Manifest, Source, manifest_path, write_manifest
-from mindspeed_llm.data.rows import BadRow, Block, parse_block, read_blocks
+from mindspeed_llm.data.rows import BadRow, read_rows
+from mindspeed_llm.data.sources import Block, read_blocks, resolve_inputs
 from mindspeed_llm.data.tokenizer import TextTokenizer
 from mindspeed_llm.errors import DataError
 
@@ -84,15 +85,17 @@ class EncodedBlock:
         ids: ``[key]`` bytes of ids, end to end.
         lengths: ``[key]`` bytes of int32, tokens in each document.
         documents: their number.
-        size: bytes of text lines that were read.
-        bad: the rows that gave no document.
+        block: where they come from, without what it held.
+        rows: rows of the block.
+        bad: the rows that gave no document, by their number within the block.
     """
 
     ids: list[bytes]
     lengths: list[bytes]
     documents: int
-    size: int
-    bad: list[BadRow] = field(default_factory=list)
+    block: Block
+    rows: int
+    bad: list[tuple[int, str]] = field(default_factory=list)
 
 
 class BlockEncoder:
@@ -112,13 +115,12 @@ class BlockEncoder:
 
     def encode(self, block: Block) -> EncodedBlock:
         """Encode the good rows; a row in which any key has no tokens is a bad one, so that keys stay aligned."""
-        texts, lines, bad = parse_block(block, self.keys)
-        columns = [self.tokenizer.encode_batch(column) for column in texts]
+        rows = read_rows(block, self.keys)
+        bad = rows.bad
+        columns = [self.tokenizer.encode_batch(column) for column in rows.texts]
         empty = {row for column in columns for row, ids in enumerate(column) if not ids}
         if empty:
-            bad = sorted(
-                [*bad, *(BadRow(block.path, lines[row], "no tokens") for row in empty)], key=lambda row: row.line
-            )
+            bad = sorted([*bad, *((rows.numbers[row], "no tokens") for row in empty)])
             columns = [[ids for row, ids in enumerate(column) if row not in empty] for column in columns]
         if self.eod is not None:
             for ids in chain.from_iterable(columns):
@@ -132,7 +134,8 @@ class BlockEncoder:
             ids=[ids.tobytes() for ids in packed],
             lengths=[counts.tobytes() for counts in lengths],
             documents=len(columns[0]),
-            size=len(block.data),
+            block=replace(block, payload=(0, 0)),
+            rows=rows.count,
             bad=bad,
         )
 
@@ -149,7 +152,8 @@ def prepare(settings: PrepareSettings, tokenizer: TextTokenizer) -> PrepareResul
         DataError: an input cannot be read, a row is bad and the policy is ``stop``, no row is good, or a worker died.
     """
     started = time.monotonic()
-    sources = tuple(_source(path) for path in settings.inputs)
+    inputs = resolve_inputs(settings.inputs)
+    sources = tuple(Source(file.path, file.bytes) for file in inputs)
     encoder = BlockEncoder(tokenizer, settings.keys, settings.append_eod)
     output = Path(settings.output_prefix)
     try:
@@ -163,8 +167,11 @@ def prepare(settings: PrepareSettings, tokenizer: TextTokenizer) -> PrepareResul
     with ExitStack() as stack:
         writers = [stack.enter_context(IndexedWriter(prefixes[key], encoder.dtype)) for key in settings.keys]
         bad_rows = stack.enter_context(_BadRows(Path(f"{settings.output_prefix}.bad_rows.jsonl"), settings.on_bad_row))
-        for encoded in _encode_all(_all_blocks(settings.inputs), encoder, settings.workers):
-            bad_rows.add(encoded.bad)
+        next_row = 1
+        for encoded in _encode_all(read_blocks(inputs), encoder, settings.workers):
+            first_row = encoded.block.first_row or next_row
+            next_row = first_row + encoded.rows
+            bad_rows.add([BadRow(encoded.block.path, first_row + number, reason) for number, reason in encoded.bad])
             for writer, ids, lengths in zip(writers, encoded.ids, encoded.lengths, strict=True):
                 writer.add_documents(ids, lengths)
             progress.advance(encoded)
@@ -199,17 +206,6 @@ def prepare(settings: PrepareSettings, tokenizer: TextTokenizer) -> PrepareResul
             )
     tokens = {key: writer.tokens for key, writer in zip(settings.keys, writers, strict=True)}
     return PrepareResult(prefixes, documents, tokens, bad_rows.count, str(bad_path) if bad_path else None)
-
-
-def _source(path: str) -> Source:
-    if not os.path.isfile(path):
-        raise DataError("An input file does not exist.", got=path, allowed="jsonl or txt files", fix="--input")
-    return Source(path, os.path.getsize(path))
-
-
-def _all_blocks(paths: tuple[str, ...]) -> Iterator[Block]:
-    for path in paths:
-        yield from read_blocks(path)
 
 
 class _BadRows:
@@ -272,7 +268,7 @@ class _Progress:
     def advance(self, encoded: EncodedBlock) -> None:
         before = self.documents
         self.documents += encoded.documents
-        self.bytes += encoded.size
+        self.bytes += encoded.block.size
         if self.documents // self.interval > before // self.interval:
             seconds = max(time.monotonic() - self.started, 1e-9)
             logger.info(

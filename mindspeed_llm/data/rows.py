@@ -1,17 +1,17 @@
-"""Rows of text files: cutting a file into blocks of whole lines, and a block into texts and the rows that are no text.
+"""Rows of a block: the texts of the good ones, and why the others give none.
 
-Two formats: ``.jsonl`` (and ``.json`` with one object a line), one document a row under each key; anything else is
-plain text, one document a line, blank lines left out, as the ``text`` loader of Hugging Face ``datasets`` has it.
+The whole policy on dirty rows is here; ``docs/data.md`` has it as a table. What a row holds decides, never who parses
+it: orjson, where it is installed, only has the first word on rows that Python's own reader accepts as well.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+import re
+from dataclasses import dataclass, field
 from typing import Any, cast
 
+from mindspeed_llm.data.sources import Block
 from mindspeed_llm.errors import DataError
 
 try:
@@ -19,24 +19,11 @@ try:
 except ImportError:
     orjson = None
 
-BLOCK_BYTES = 1 << 20
+MAX_DEPTH = 500
+"""Levels of nesting in a row. Either reader has a limit of its own, orjson's fixed, Python's that of the stack."""
+
 _BOM = b"\xef\xbb\xbf"
-_JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
-
-
-@dataclass(frozen=True)
-class Block:
-    """Whole lines of one file.
-
-    Attributes:
-        path: the file.
-        first_line: number of the first line, from 1.
-        data: the lines.
-    """
-
-    path: str
-    first_line: int
-    data: bytes
+_BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[\]{}]', re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -48,121 +35,138 @@ class BadRow:
     reason: str
 
 
-def is_json_lines(path: str | Path) -> bool:
-    """Whether the file's name says JSON, one object a line."""
-    return Path(path).suffix.lower() in _JSON_SUFFIXES
+@dataclass(frozen=True)
+class Rows:
+    """What a block holds.
 
-
-def read_blocks(path: str, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-    """Cut a file into blocks of about ``block_bytes`` that end at line ends (a longer line is a block of its own).
-
-    Raises:
-        DataError: when the file cannot be opened.
+    Attributes:
+        texts: ``[key][row]``, the good rows.
+        numbers: ``[row]``, their numbers within the block, from 0.
+        bad: numbers and reasons of the other rows. Blank lines of plain text are separators and in neither.
+        count: rows of the block, whatever they hold; the next block goes on from there.
     """
-    try:
-        stream = open(path, "rb")  # noqa: SIM115 - closed below, the error message needs its own try
-    except OSError as error:
-        raise DataError("An input file cannot be read.", got=f"{path}: {error.strerror}", fix="--input") from error
-    with stream:
-        line = 1
-        pending = [stream.read(len(_BOM)).removeprefix(_BOM)]
-        while piece := stream.read(block_bytes):
-            cut = piece.rfind(b"\n") + 1
-            if cut == 0:
-                pending.append(piece)
-                continue
-            data = b"".join([*pending, piece[:cut]])
-            pending = [piece[cut:]]
-            yield Block(path, line, data)
-            line += data.count(b"\n")
-        data = b"".join(pending)
-        if data:
-            yield Block(path, line, data)
+
+    texts: list[list[str]]
+    numbers: list[int] = field(default_factory=list)
+    bad: list[tuple[int, str]] = field(default_factory=list)
+    count: int = 0
 
 
-def parse_block(block: Block, keys: list[str]) -> tuple[list[list[str]], list[int], list[BadRow]]:
-    """Split a block into texts.
+def read_rows(block: Block, keys: list[str]) -> Rows:
+    """Read a block.
 
     Args:
-        block: whole lines.
-        keys: for JSON, the fields that must all hold text; plain text has one, whatever its name.
+        block: of :func:`mindspeed_llm.data.sources.read_blocks`.
+        keys: the fields that must all hold text; plain text has one, whatever its name.
 
-    Returns:
-        texts: ``[key][row]``, the good rows.
-        lines: ``[row]``, their line numbers.
-        bad: the other rows. Blank lines of plain text are separators and in neither.
+    Raises:
+        DataError: the file cannot be read any more.
     """
-    raw_lines = block.data.split(b"\n")
-    if raw_lines[-1] == b"":
-        raw_lines.pop()
-    json_lines = is_json_lines(block.path)
-    texts: list[list[str]] = [[] for _ in keys]
-    lines: list[int] = []
-    bad: list[BadRow] = []
-    for number, raw in enumerate(raw_lines, start=block.first_line):
-        if json_lines:
-            row, reason = _parse_json_row(raw, keys)
-        else:
-            row, reason = _parse_text_row(raw, len(keys))
-            if row is None and reason is None:
-                continue
-        if row is None:
-            bad.append(BadRow(block.path, number, reason or "no text"))
-            continue
-        lines.append(number)
-        for column, text in zip(texts, row, strict=True):
-            column.append(text)
-    return texts, lines, bad
+    lines = _split(_read_range(block.path, *block.payload))
+    return _text_rows(lines, keys) if block.format == "txt" else _json_rows(lines, keys)
 
 
-def _parse_text_row(raw: bytes, keys: int) -> tuple[list[str] | None, str | None]:
-    raw = raw.removesuffix(b"\r")
-    if not raw.strip():
-        return None, None
+def _split(data: bytes) -> list[bytes]:
+    lines = data.split(b"\n")
+    if lines[-1] == b"":
+        lines.pop()
+    return lines
+
+
+def _read_range(path: str, begin: int, end: int) -> bytes:
+    """The lines that begin in a range of bytes, whole."""
     try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return None, f"invalid UTF-8: {error.reason} at byte {error.start}"
-    return [text] * keys, None
+        with open(path, "rb") as stream:
+            if begin == 0:
+                data = stream.read(end)
+            else:
+                stream.seek(begin - 1)
+                data = stream.read(end - begin + 1)
+                data = data[data.find(b"\n") + 1 or len(data) :]
+            if data and not data.endswith(b"\n"):
+                data += stream.readline()
+    except OSError as error:
+        raise DataError("An input file cannot be read.", got=f"{path}: {error.strerror}", fix="--input") from error
+    return data.removeprefix(_BOM) if begin == 0 else data
 
 
-def _parse_json_row(raw: bytes, keys: list[str]) -> tuple[list[str] | None, str | None]:
-    if not raw.strip():
-        return None, "blank line"
+def _text_rows(lines: list[bytes], keys: list[str]) -> Rows:
+    texts: list[str] = []
+    rows = Rows([texts for _ in keys], count=len(lines))
+    for number, line in enumerate(lines):
+        raw = line.removesuffix(b"\r")
+        if not raw.strip():
+            continue
+        try:
+            texts.append(raw.decode("utf-8"))
+            rows.numbers.append(number)
+        except UnicodeDecodeError as error:
+            rows.bad.append((number, _invalid_utf8(error)))
+    return rows
+
+
+def _json_rows(lines: list[bytes], keys: list[str]) -> Rows:
+    rows = Rows([[] for _ in keys], count=len(lines))
+    for number, raw in enumerate(lines):
+        row = _json_row(raw, keys)
+        if isinstance(row, str):
+            rows.bad.append((number, row))
+            continue
+        rows.numbers.append(number)
+        for column, text in zip(rows.texts, row, strict=True):
+            column.append(text)
+    return rows
+
+
+def _json_row(raw: bytes, keys: list[str]) -> list[str] | str:
+    """The texts of a row, or why it has none."""
     try:
         value = _load_json(raw)
     except UnicodeDecodeError as error:
-        return None, f"invalid UTF-8: {error.reason} at byte {error.start}"
+        return _invalid_utf8(error)
     except ValueError as error:
-        return None, f"broken JSON: {error}"
+        return f"broken JSON: {error}" if raw.strip() else "blank line"
     except RecursionError:
-        return None, "broken JSON: nested too deeply"
-    if not isinstance(value, dict):
-        return None, f"not a JSON object but {_json_type(value)}"
+        return "broken JSON: nested too deeply"
+    if type(value) is not dict:
+        return f"not a JSON object but {_json_type(value)}"
     fields = cast("dict[str, object]", value)
     row: list[str] = []
     for key in keys:
-        if key not in fields:
-            return None, f"no key {key!r}"
-        text = fields[key]
-        if not isinstance(text, str):
-            return None, f"{key!r} is {_json_type(text)}, not text"
+        text = fields.get(key)
+        if type(text) is not str:
+            return f"{key!r} is {_json_type(text)}, not text" if key in fields else f"no key {key!r}"
         if not text:
-            return None, f"{key!r} is empty"
+            return f"{key!r} is empty"
         if _has_surrogate(text):
-            return None, f"{key!r} holds half of a surrogate pair"
+            return f"{key!r} holds half of a surrogate pair"
         row.append(text)
-    return row, None
+    return row
 
 
 def _load_json(raw: bytes) -> Any:
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _depth(raw) > MAX_DEPTH:
+        raise RecursionError
     if orjson is not None:
         try:
             return orjson.loads(raw)
         except orjson.JSONDecodeError:
             # Python's reader accepts what others write and orjson refuses: NaN, numbers beyond 64 bits.
             pass
-    return json.loads(raw.decode("utf-8"))
+    # As floats, since Python refuses to make an integer of some thousand digits.
+    return json.loads(raw.decode("utf-8"), parse_int=float)
+
+
+def _depth(raw: bytes) -> int:
+    """Levels of nesting in a row of valid JSON."""
+    depth = deepest = 0
+    for token in _BRACKETS.findall(raw):
+        if token in b"[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif token in b"]}":
+            depth -= 1
+    return deepest
 
 
 def _has_surrogate(text: str) -> bool:
@@ -173,6 +177,10 @@ def _has_surrogate(text: str) -> bool:
     except UnicodeEncodeError:
         return True
     return False
+
+
+def _invalid_utf8(error: UnicodeDecodeError) -> str:
+    return f"invalid UTF-8: {error.reason} at byte {error.start}"
 
 
 def _json_type(value: object) -> str:
