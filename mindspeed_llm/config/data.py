@@ -63,3 +63,36 @@ class DataConfig:
 
     no_shared_storage: bool = False
     """The nodes share no storage: each node builds its own data indices rather than only the first."""
+
+    fim_data: bool = False
+    """Rearrange documents for filling in the middle."""
+
+    fim_rate: float = 0.5
+    """Share of documents that are rearranged for filling in the middle."""
+
+    fim_spm_rate: float = 0.5
+    """Share of the rearranged ones in the order suffix, prefix, middle; the others are prefix, suffix, middle."""
+
+    fim_split_sample: str | None = None
+    """Token around which a document is split into fragments, each rearranged by itself."""
+
+    fim_fragment_rate: float | None = None
+    """Share of fragments that are rearranged, of documents that are split."""
+
+    fim_no_prefix: str | None = None
+    """Documents and fragments that begin with this text stay as they are."""
+
+    fim_prefix_token: str = "<fim_prefix>"
+    """Token before the prefix."""
+
+    fim_middle_token: str = "<fim_middle>"
+    """Token before the middle."""
+
+    fim_suffix_token: str = "<fim_suffix>"
+    """Token before the suffix."""
+
+    fim_pad_token: str = "<fim_pad>"
+    """Token that fills up samples which became shorter; it is left out of the loss."""
+
+    fim_eod_token: str = "<|endoftext|>"
+    """Token that ends a document: the one that the tokenizer names as its end."""

@@ -303,6 +303,25 @@ def data_has_one_source(cfg: RunConfig) -> Iterator[ConfigError]:
         )
 
 
+def fim_is_complete(cfg: RunConfig) -> Iterator[ConfigError]:
+    """Shares of filling in the middle are shares, and have what they are shares of."""
+    d = cfg.data
+    for name in ("fim_rate", "fim_spm_rate", "fim_fragment_rate"):
+        value = cfg.value(name)
+        if isinstance(value, (int, float)) and not 0 <= value <= 1:
+            flag = field_table()[name].flag
+            yield ConfigError(f"{flag} is out of range", got=value, allowed="from 0 to 1", fix=flag)
+    if (d.fim_split_sample is None) != (d.fim_fragment_rate is None):
+        yield ConfigError(
+            "fragments of a sample need both a token to split at and a rate",
+            got="--fim-fragment-rate" if d.fim_split_sample is None else "--fim-split-sample",
+            allowed="both or neither",
+            fix="--fim-split-sample TOKEN --fim-fragment-rate RATE",
+        )
+    if d.fim_data and d.mock_data:
+        yield ConfigError("made-up data holds no text to fill in", got="--fim-data --mock-data", fix="--data-path")
+
+
 def _data_sources(cfg: RunConfig) -> dict[str, object]:
     d = cfg.data
     return {
@@ -353,6 +372,7 @@ RUN_RULES = (
     run_has_one_unit,
     schedules_are_complete,
     data_has_one_source,
+    fim_is_complete,
     tokenizer_is_complete,
     files_have_a_place,
 )
