@@ -6,7 +6,7 @@ import argparse
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from mindspeed_llm.config.aliases import Alias
 from mindspeed_llm.config.files import PREFIX, read_environment, read_yaml
@@ -23,6 +23,7 @@ from mindspeed_llm.errors import ConfigError
 COMMAND_LINE = "command line"
 ACCEPTED = "accepted without effect"
 
+S = TypeVar("S")
 FamilyValues = Callable[[Mapping[str, Any]], Layer | None]
 
 
@@ -62,12 +63,37 @@ def build_parser(prog: str, *, with_help: bool = False) -> argparse.ArgumentPars
     texts = help_texts() if with_help else {}
     for spelling, meaning in meanings().items():
         section = meaning.spec.section if isinstance(meaning, FieldFlag) else getattr(meaning, "section", ACCEPTED)
-        text = _help(spelling, meaning, texts).replace("%", "%%") if with_help else None
-        form = _form(meaning)
-        groups[section].add_argument(
-            spelling, action=_Record, dest="settings", default=argparse.SUPPRESS, help=text, **form
-        )
+        _add(groups[section], spelling, meaning, _help(spelling, meaning, texts) if with_help else "")
     return parser
+
+
+def add_section(parser: argparse.ArgumentParser, section: str) -> None:
+    """Give another program's parser the flags of one section; :func:`read_section` reads them."""
+    parser.set_defaults(settings=[])
+    group = parser.add_argument_group(section)
+    texts = help_texts()
+    for spelling, meaning in meanings().items():
+        if isinstance(meaning, FieldFlag) and meaning.spec.section == section:
+            _add(group, spelling, meaning, _help(spelling, meaning, texts))
+
+
+def read_section(namespace: argparse.Namespace, section: Callable[..., S]) -> S:
+    """The section that the flags of :func:`add_section` give.
+
+    Raises:
+        ConfigError: a value cannot be one of its field.
+    """
+    reading = read_settings(namespace.settings, COMMAND_LINE)
+    if reading.errors:
+        raise ConfigError.collect(reading.errors)
+    return section(**reading.values)
+
+
+def _add(group: argparse._ArgumentGroup, spelling: str, meaning: Meaning, text: str) -> None:  # pyright: ignore[reportPrivateUsage]
+    text = text.replace("%", "%%")
+    group.add_argument(
+        spelling, action=_Record, dest="settings", default=argparse.SUPPRESS, help=text, **_form(meaning)
+    )
 
 
 def _form(meaning: Meaning) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mindspeed_llm.data.indexed import IndexedWriter, idx_path
 from mindspeed_llm.data.tokenizer import NullTokenizer, Tokenizer
 from mindspeed_llm.errors import DataError
 
@@ -38,6 +39,10 @@ class Manifest:
         tokens: their number.
         bad_rows: rows skipped.
         sources: input files, in order.
+        text_bytes: bytes of UTF-8 that the documents were made from.
+        pad_to_multiple_of: each document was padded to a multiple of this many tokens.
+        split_sentences: documents are split into sentences.
+        shard: the part of the input, from 0, and the number of parts; None for the whole.
     """
 
     tool: str
@@ -52,6 +57,10 @@ class Manifest:
     tokens: int
     bad_rows: int
     sources: tuple[Source, ...]
+    text_bytes: int = 0
+    pad_to_multiple_of: int = 1
+    split_sentences: bool = False
+    shard: tuple[int, int] | None = None
     format: int = FORMAT
 
 
@@ -72,6 +81,41 @@ def write_manifest(prefix: str | Path, manifest: Manifest) -> None:
     partial.replace(path)
 
 
+def shard_prefix(output_prefix: str, shard: tuple[int, int] | None) -> str:
+    """The output prefix of one shard (number from 0, count); that of the whole when there is none."""
+    return output_prefix if shard is None else f"{output_prefix}.shard-{shard[0]:05d}-of-{shard[1]:05d}"
+
+
+def commit_dataset(writer: IndexedWriter, manifest: Manifest | None) -> None:
+    """Make a dataset visible together with its manifest, never with that of an earlier dataset of the same name."""
+    idx_path(writer.prefix).unlink(missing_ok=True)
+    if manifest is None:
+        manifest_path(writer.prefix).unlink(missing_ok=True)
+    else:
+        write_manifest(writer.prefix, manifest)
+    writer.commit()
+
+
+def read_manifest(prefix: str | Path) -> Manifest | None:
+    """The manifest of a dataset; None for data of another tool, which has none.
+
+    Raises:
+        DataError: the manifest is unreadable.
+    """
+    path = manifest_path(prefix)
+    if not path.is_file():
+        return None
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        stored["sources"] = tuple(Source(**source) for source in stored["sources"])
+        stored["shard"] = tuple(stored["shard"]) if stored.get("shard") else None
+        return Manifest(**stored)
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            "The manifest cannot be read.", got=f"{path}: {error!r}", fix="prepare the data again"
+        ) from error
+
+
 def check_tokenizer(prefix: str | Path, tokenizer: Tokenizer, *, needs_eod: bool = False) -> None:
     """Refuse data that another tokenizer made.
 
@@ -86,38 +130,31 @@ def check_tokenizer(prefix: str | Path, tokenizer: Tokenizer, *, needs_eod: bool
     Raises:
         DataError: when the manifest is unreadable, or names another tokenizer or another end of document.
     """
-    path = manifest_path(prefix)
-    if not path.is_file():
+    stored = read_manifest(prefix)
+    if stored is None:
         return
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        known = (stored["tokenizer_hash"], stored["eod"], stored["append_eod"], stored["tokenizer"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            "The manifest cannot be read.", got=f"{path}: {error!r}", fix="prepare the data again"
-        ) from error
-    stored_hash, stored_eod, append_eod, stored_path = known
+    path = manifest_path(prefix)
     if isinstance(tokenizer, NullTokenizer):
-        if needs_eod and append_eod and stored_eod != tokenizer.eod:
+        if needs_eod and stored.append_eod and stored.eod != tokenizer.eod:
             raise DataError(
                 "Documents end with another id than the run looks for.",
                 got=f"{tokenizer.eod}, as no tokenizer is named",
-                allowed=f"{stored_eod}, as {path} says",
+                allowed=f"{stored.eod}, as {path} says",
                 fix="--tokenizer-name-or-path with the tokenizer of the data",
             )
         return
     fix = "--tokenizer-name-or-path with the tokenizer of the data, or prepare the data again"
-    if stored_hash != tokenizer.hash:
+    if stored.tokenizer_hash != tokenizer.hash:
         raise DataError(
             "The data was made with another tokenizer.",
             got=f"tokenizer {tokenizer.hash[:12]}",
-            allowed=f"tokenizer {stored_hash[:12]} ({stored_path}), as {path} says",
+            allowed=f"tokenizer {stored.tokenizer_hash[:12]} ({stored.tokenizer}), as {path} says",
             fix=fix,
         )
-    if append_eod and stored_eod != tokenizer.eod:
+    if stored.append_eod and stored.eod != tokenizer.eod:
         raise DataError(
             "The documents end with another token than this tokenizer's end of document.",
             got=f"eod {tokenizer.eod}",
-            allowed=f"eod {stored_eod}, as {path} says",
+            allowed=f"eod {stored.eod}, as {path} says",
             fix=fix,
         )

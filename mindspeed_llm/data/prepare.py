@@ -1,38 +1,29 @@
 """Preparation: text files -> Megatron's indexed datasets, one per key.
 
-The parent reads and writes, worker processes parse and encode; blocks of lines travel one way and bytes of ids the
-other, in the order of the input. Nothing here imports torch: a worker is a fork that shares the parent's tokenizer.
+The parent plans and writes, worker processes read and encode (``data.encode``). Nothing here imports torch.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import multiprocessing
-import os
 import time
-from collections import Counter, deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from itertools import chain
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from mindspeed_llm import __version__
-from mindspeed_llm.data.indexed import IndexedWriter, token_dtype
-from mindspeed_llm.data.manifest import Manifest, Source, manifest_path, write_manifest
-from mindspeed_llm.data.rows import BadRow, read_rows
-from mindspeed_llm.data.sources import Block, read_blocks, resolve_inputs
-from mindspeed_llm.data.tokenizer import TextTokenizer
+from mindspeed_llm.data.bad_rows import SKIP, BadRows
+from mindspeed_llm.data.encode import BlockEncoder, EncodedBlock, encode_blocks
+from mindspeed_llm.data.indexed import IndexedWriter, idx_path
+from mindspeed_llm.data.manifest import Manifest, Source, commit_dataset, shard_prefix
+from mindspeed_llm.data.rows import BadRow
+from mindspeed_llm.data.sentences import sentence_splitter
+from mindspeed_llm.data.sources import InputFile, read_blocks, resolve_inputs
+from mindspeed_llm.data.tokenizer import Tokenizer
 from mindspeed_llm.errors import DataError
 
 logger = logging.getLogger(__name__)
-
-SKIP, STOP = "skip", "stop"
 
 
 @dataclass(frozen=True)
@@ -40,13 +31,19 @@ class PrepareSettings:
     """What to prepare and how.
 
     Attributes:
-        inputs: files, read in this order.
-        output_prefix: datasets are ``<output_prefix>_<key>_document``.
-        keys: JSON fields, one dataset each.
+        inputs: files, folders, patterns, or ``-`` for stdin, read in this order (see ``data.sources``).
+        output_prefix: datasets are ``<output_prefix>_<key>_document``; the prefix is taken as it is.
+        keys: fields of a row, one dataset each.
         append_eod: end each document with the tokenizer's end of document.
         workers: processes that encode; 1 encodes in this one.
         log_interval: documents between two progress lines.
         on_bad_row: ``skip`` or ``stop``.
+        pad_to_multiple_of: pad each document to a multiple of this many tokens.
+        split_sentences: write each sentence as a sequence of its document; datasets are ``..._sentence``.
+        keep_newlines: keep the white space between sentences.
+        lang: of the sentences.
+        max_samples: stop after this many documents.
+        shard: prepare one part of the input (number from 0, count) under the prefix of that shard.
     """
 
     inputs: tuple[str, ...]
@@ -56,6 +53,22 @@ class PrepareSettings:
     workers: int = 1
     log_interval: int = 1000
     on_bad_row: str = SKIP
+    pad_to_multiple_of: int = 1
+    split_sentences: bool = False
+    keep_newlines: bool = False
+    lang: str = "english"
+    max_samples: int | None = None
+    shard: tuple[int, int] | None = None
+
+    @property
+    def prefix(self) -> str:
+        """What the names of all files begin with."""
+        return shard_prefix(self.output_prefix, self.shard)
+
+    @property
+    def level(self) -> str:
+        """What a sequence is: the last part of Megatron's name of a dataset."""
+        return "sentence" if self.split_sentences else "document"
 
 
 @dataclass(frozen=True)
@@ -66,129 +79,75 @@ class PrepareResult:
         prefixes: key -> the prefix to give to ``--data-path``.
         documents: in each dataset.
         tokens: key -> tokens.
+        text_bytes: key -> bytes of UTF-8 that the documents were made from.
         bad_rows: rows skipped, listed in :attr:`bad_rows_path`.
         bad_rows_path: None when every row was good.
+        bad_reasons: why rows were skipped -> how many.
     """
 
     prefixes: dict[str, str]
     documents: int
     tokens: dict[str, int]
+    text_bytes: dict[str, int]
     bad_rows: int
     bad_rows_path: str | None
+    bad_reasons: Mapping[str, int]
 
 
-@dataclass(frozen=True)
-class EncodedBlock:
-    """The documents of one block as they go into the files.
-
-    Attributes:
-        ids: ``[key]`` bytes of ids, end to end.
-        lengths: ``[key]`` bytes of int32, tokens in each document.
-        documents: their number.
-        block: where they come from, without what it held.
-        rows: rows of the block.
-        bad: the rows that gave no document, by their number within the block.
-    """
-
-    ids: list[bytes]
-    lengths: list[bytes]
-    documents: int
-    block: Block
-    rows: int
-    bad: list[tuple[int, str]] = field(default_factory=list)
-
-
-class BlockEncoder:
-    """Parses and encodes blocks of lines.
-
-    Args:
-        tokenizer: its ids are written as they are.
-        keys: JSON fields.
-        append_eod: end each document with ``tokenizer.eod``.
-    """
-
-    def __init__(self, tokenizer: TextTokenizer, keys: tuple[str, ...], append_eod: bool) -> None:
-        self.tokenizer = tokenizer
-        self.keys = list(keys)
-        self.eod = tokenizer.eod if append_eod else None
-        self.dtype = token_dtype(tokenizer.vocab_size)
-
-    def encode(self, block: Block) -> EncodedBlock:
-        """Encode the good rows; a row in which any key has no tokens is a bad one, so that keys stay aligned."""
-        rows = read_rows(block, self.keys)
-        bad = rows.bad
-        columns = [self.tokenizer.encode_batch(column) for column in rows.texts]
-        empty = {row for column in columns for row, ids in enumerate(column) if not ids}
-        if empty:
-            bad = sorted([*bad, *((rows.numbers[row], "no tokens") for row in empty)])
-            columns = [[ids for row, ids in enumerate(column) if row not in empty] for column in columns]
-        if self.eod is not None:
-            for ids in chain.from_iterable(columns):
-                ids.append(self.eod)
-        lengths = [np.fromiter(map(len, column), dtype=np.int32, count=len(column)) for column in columns]
-        packed = [
-            np.fromiter(chain.from_iterable(column), dtype=self.dtype, count=int(counts.sum()))
-            for column, counts in zip(columns, lengths, strict=True)
-        ]
-        return EncodedBlock(
-            ids=[ids.tobytes() for ids in packed],
-            lengths=[counts.tobytes() for counts in lengths],
-            documents=len(columns[0]),
-            block=replace(block, payload=(0, 0)),
-            rows=rows.count,
-            bad=bad,
-        )
-
-
-def dataset_prefix(output_prefix: str, key: str) -> str:
+def dataset_prefix(output_prefix: str, key: str, level: str = "document") -> str:
     """Megatron's name for the dataset of one key."""
-    return f"{output_prefix}_{key}_document"
+    return f"{output_prefix}_{key}_{level}"
 
 
-def prepare(settings: PrepareSettings, tokenizer: TextTokenizer) -> PrepareResult:
+def prepare(settings: PrepareSettings, tokenizer: Tokenizer) -> PrepareResult:
     """Prepare ``settings.inputs``; the datasets appear complete or not at all.
 
     Raises:
-        DataError: an input cannot be read, a row is bad and the policy is ``stop``, no row is good, or a worker died.
+        DataError: an input cannot be read, a row is bad and the policy is ``stop``, no row is good, a worker died, or
+            another process prepares the same datasets.
     """
-    started = time.monotonic()
-    inputs = resolve_inputs(settings.inputs)
-    sources = tuple(Source(file.path, file.bytes) for file in inputs)
-    encoder = BlockEncoder(tokenizer, settings.keys, settings.append_eod)
-    output = Path(settings.output_prefix)
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(
-            "The output folder cannot be made.", got=f"{output.parent}: {error.strerror}", fix="--output-prefix"
-        ) from error
-    prefixes = {key: dataset_prefix(settings.output_prefix, key) for key in settings.keys}
-    progress = _Progress(settings, started)
+    files = resolve_inputs(settings.inputs)
+    splitter = None
+    if settings.split_sentences:
+        splitter = sentence_splitter(settings.lang, keep_newlines=settings.keep_newlines)
+    encoder = BlockEncoder(
+        tokenizer,
+        settings.keys,
+        append_eod=settings.append_eod,
+        pad_to_multiple_of=settings.pad_to_multiple_of,
+        splitter=splitter,
+    )
+    _make_parent(settings.output_prefix)
+    prefixes = {key: dataset_prefix(settings.prefix, key, settings.level) for key in settings.keys}
+    text_bytes = dict.fromkeys(settings.keys, 0)
     with ExitStack() as stack:
-        writers = [stack.enter_context(IndexedWriter(prefixes[key], encoder.dtype)) for key in settings.keys]
-        bad_rows = stack.enter_context(_BadRows(Path(f"{settings.output_prefix}.bad_rows.jsonl"), settings.on_bad_row))
-        next_row = 1
-        for encoded in _encode_all(read_blocks(inputs), encoder, settings.workers):
-            first_row = encoded.block.first_row or next_row
-            next_row = first_row + encoded.rows
-            bad_rows.add([BadRow(encoded.block.path, first_row + number, reason) for number, reason in encoded.bad])
-            for writer, ids, lengths in zip(writers, encoded.ids, encoded.lengths, strict=True):
-                writer.add_documents(ids, lengths)
-            progress.advance(encoded)
+        writers = [
+            stack.enter_context(IndexedWriter(prefix, encoder.dtype, split=settings.split_sentences))
+            for prefix in prefixes.values()
+        ]
+        bad_rows = stack.enter_context(BadRows(settings.prefix, settings.on_bad_row))
+        for encoded, bad in _encode(files, settings, encoder):
+            bad_rows.add(bad)
+            for writer, column in zip(writers, encoded.columns, strict=True):
+                sequences = column.counts.tobytes() if settings.split_sentences else None
+                writer.add_documents(column.ids.tobytes(), column.lengths.tobytes(), sequences)
+            for key, size in zip(settings.keys, encoded.text_bytes, strict=True):
+                text_bytes[key] += size
         documents = writers[0].documents
-        if documents == 0:
+        if documents == 0 and settings.shard is None:
             raise DataError(
                 "No row gave a document; nothing was written.",
                 got=bad_rows.summary() or "no rows at all",
                 allowed=f"text under {', '.join(map(repr, settings.keys))}",
                 fix="--json-keys, or mend the input",
             )
+        for prefix in prefixes.values():
+            # From here on the keys of an earlier preparation are gone, so that nobody reads old and new ones together.
+            idx_path(prefix).unlink(missing_ok=True)
         bad_path = bad_rows.commit()
         for key, writer in zip(settings.keys, writers, strict=True):
-            manifest_path(prefixes[key]).unlink(missing_ok=True)
-            writer.commit()
-            write_manifest(
-                prefixes[key],
+            commit_dataset(
+                writer,
                 Manifest(
                     tool=f"mindspeed_llm {__version__}",
                     key=key,
@@ -198,77 +157,67 @@ def prepare(settings: PrepareSettings, tokenizer: TextTokenizer) -> PrepareResul
                     eod=tokenizer.special_ids.get("eos_token"),
                     append_eod=settings.append_eod,
                     dtype=encoder.dtype.name,
-                    documents=writer.documents,
+                    documents=documents,
                     tokens=writer.tokens,
                     bad_rows=bad_rows.count,
-                    sources=sources,
+                    sources=tuple(Source(file.path, file.bytes) for file in files),
+                    text_bytes=text_bytes[key],
+                    pad_to_multiple_of=settings.pad_to_multiple_of,
+                    split_sentences=settings.split_sentences,
+                    shard=settings.shard,
                 ),
             )
     tokens = {key: writer.tokens for key, writer in zip(settings.keys, writers, strict=True)}
-    return PrepareResult(prefixes, documents, tokens, bad_rows.count, str(bad_path) if bad_path else None)
+    path = str(bad_path) if bad_path else None
+    return PrepareResult(prefixes, documents, tokens, text_bytes, bad_rows.count, path, dict(bad_rows.reasons))
 
 
-class _BadRows:
-    """Counts bad rows and lists them in a file that exists only when there are some."""
+def _make_parent(output_prefix: str) -> None:
+    parent = Path(f"{output_prefix}_").parent  # "dir/" names files in dir
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            "The output folder cannot be made.", got=f"{parent}: {error.strerror}", fix="--output-prefix"
+        ) from error
 
-    def __init__(self, path: Path, policy: str) -> None:
-        self.path = path
-        self.policy = policy
-        self.reasons: Counter[str] = Counter()
-        self._partial = Path(f"{path}.partial")
-        self._stream = open(self._partial, "w", encoding="utf-8")  # noqa: SIM115 - closed by commit or __exit__
 
-    @property
-    def count(self) -> int:
-        return self.reasons.total()
-
-    def summary(self) -> str:
-        """Reasons with their counts, the most frequent first."""
-        return ", ".join(f"{count} x {reason}" for reason, count in self.reasons.most_common(5))
-
-    def add(self, rows: list[BadRow]) -> None:
-        if rows and self.policy == STOP:
-            first = rows[0]
-            raise DataError(
-                "A row gives no document.",
-                got=f"{first.path}:{first.line}: {first.reason}",
-                fix="mend the row, or --on-bad-row skip",
-            )
-        for row in rows:
-            self.reasons[row.reason.split(":")[0]] += 1
-            self._stream.write(json.dumps({"file": row.path, "line": row.line, "reason": row.reason}) + "\n")
-
-    def commit(self) -> Path | None:
-        """Make the list visible; remove the one of an earlier run when there is nothing to list."""
-        self._stream.close()
-        if self.count == 0:
-            self.path.unlink(missing_ok=True)
-            return None
-        self._partial.replace(self.path)
-        logger.warning("%d bad rows skipped (%s), listed in %s", self.count, self.summary(), self.path)
-        return self.path
-
-    def __enter__(self) -> _BadRows:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stream.close()
-        self._partial.unlink(missing_ok=True)
+def _encode(
+    files: tuple[InputFile, ...], settings: PrepareSettings, encoder: BlockEncoder
+) -> Iterator[tuple[EncodedBlock, list[BadRow]]]:
+    """Encoded blocks and their bad rows, up to ``max_samples`` documents."""
+    progress = _Progress(settings.log_interval)
+    left = settings.max_samples
+    next_row = 1
+    blocks = encode_blocks(read_blocks(files, settings.shard or (0, 1), keys=settings.keys), encoder, settings.workers)
+    for block, encoded in blocks:
+        first = next_row if block.first_row is None else block.first_row
+        next_row = first + encoded.rows
+        bad = [BadRow(block.path, first + row, reason) for row, reason in encoded.bad]
+        if left is not None and encoded.documents > left:
+            encoded = encoded.head(left)
+        yield encoded, bad
+        progress.advance(encoded.documents, block.size)
+        if left is not None:
+            left -= encoded.documents
+            if left == 0:
+                blocks.close()
+                return
 
 
 class _Progress:
     """A log line every so many documents."""
 
-    def __init__(self, settings: PrepareSettings, started: float) -> None:
-        self.interval = max(1, settings.log_interval)
-        self.started = started
+    def __init__(self, interval: int) -> None:
+        self.interval = max(1, interval)
+        self.started = time.monotonic()
         self.documents = 0
         self.bytes = 0
 
-    def advance(self, encoded: EncodedBlock) -> None:
+    def advance(self, documents: int, size: int) -> None:
         before = self.documents
-        self.documents += encoded.documents
-        self.bytes += encoded.block.size
+        self.documents += documents
+        self.bytes += size
         if self.documents // self.interval > before // self.interval:
             seconds = max(time.monotonic() - self.started, 1e-9)
             logger.info(
@@ -277,42 +226,3 @@ class _Progress:
                 self.documents / seconds,
                 self.bytes / seconds / 1024 / 1024,
             )
-
-
-_worker_encoder: BlockEncoder | None = None
-"""The encoder of a worker process, inherited through the fork so that no tokenizer is read twice."""
-
-
-def _adopt_encoder(encoder: BlockEncoder) -> None:
-    global _worker_encoder
-    _worker_encoder = encoder
-    # Rust threads inside each of the workers would fight over the same cores.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
-
-def _encode_in_worker(block: Block) -> EncodedBlock:
-    if _worker_encoder is None:
-        raise RuntimeError("the worker was not initialised")
-    return _worker_encoder.encode(block)
-
-
-def _encode_all(blocks: Iterator[Block], encoder: BlockEncoder, workers: int) -> Iterator[EncodedBlock]:
-    """Encode blocks in order; only a few are under way, so that memory does not grow with the input."""
-    if workers <= 1:
-        yield from map(encoder.encode, blocks)
-        return
-    window: deque[Future[EncodedBlock]] = deque()
-    with ProcessPoolExecutor(
-        workers, multiprocessing.get_context("fork"), initializer=_adopt_encoder, initargs=(encoder,)
-    ) as pool:
-        try:
-            for block in blocks:
-                window.append(pool.submit(_encode_in_worker, block))
-                if len(window) > 2 * workers:
-                    yield window.popleft().result()
-            while window:
-                yield window.popleft().result()
-        except BrokenProcessPool as error:
-            raise DataError("A worker process died, most likely for want of memory.", fix="fewer --workers") from error
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)

@@ -6,6 +6,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 
 @dataclass(frozen=True)
 class NullTokenizer:
@@ -16,6 +18,11 @@ class NullTokenizer:
     """
 
     size: int
+
+    @property
+    def path(self) -> str:
+        """It lies nowhere; this is how a manifest names it."""
+        return "NullTokenizer"
 
     @property
     def vocab_size(self) -> int:
@@ -50,6 +57,15 @@ class NullTokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids written out with spaces -> ids."""
         return [int(word) for word in text.split()]
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Texts of ids -> ids int32, end to end, and how many each text has: none where it holds anything else."""
+        rows: list[list[int]] = []
+        for text in texts:
+            words = text.split()
+            right = all(word.isdecimal() and int(word) < self.vocab_size for word in words)
+            rows.append([int(word) for word in words] if right else [])
+        return np.array([number for row in rows for number in row], np.int32), np.array([*map(len, rows)], np.int32)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Ids -> ids written out with spaces."""
