@@ -29,7 +29,7 @@ from mindspeed_llm.data.fim import FillInTheMiddle, build_fim, sample_random
 from mindspeed_llm.data.indexed import IndexSummary, bin_path, idx_path, read_index
 from mindspeed_llm.data.indices import Epochs, Indices, build_indices, load_indices, save_indices
 from mindspeed_llm.data.manifest import check_tokenizer
-from mindspeed_llm.data.tokenizer import NULL_TYPE, Tokenizer, build_tokenizer
+from mindspeed_llm.data.tokenizer import NULL_TYPE, Tokenizer, build_tokenizer, tokenizer_file
 from mindspeed_llm.errors import DataError
 
 from megatron.core import parallel_state
@@ -89,6 +89,8 @@ class PretrainDataset(GPTDataset):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # Four bytes for each document, of no use once the indices are there.
+        self.indices = self.indices[:0].copy()
         # megatron-core keeps the loss mask of the first sample for all others, with that sample's padding in it.
         self.masks_and_position_ids_are_cacheable = False
 
@@ -117,9 +119,8 @@ class PretrainDataset(GPTDataset):
         cached = load_indices(folder, name)
         if cached is not None:
             return cached
-        lengths = self.dataset.sequence_lengths
         indices = build_indices(
-            lengths,
+            self.dataset.sequence_lengths,
             self.indices,
             Epochs.covering(self._get_num_tokens_per_epoch(), self.config.sequence_length, self.num_samples),
             self.config.random_seed if self.config.shuffle else None,
@@ -145,7 +146,7 @@ def tokenizer_of(cfg: RunConfig) -> Tokenizer:
     named, kind = cfg.tokenizer.tokenizer_name_or_path, cfg.tokenizer.tokenizer_type
     if named is None and kind is None:
         folders = [folder for folder in (cfg.checkpoint.load, cfg.model.hf_config) if folder is not None]
-        named = next((folder for folder in folders if Path(folder, "tokenizer.json").is_file()), None)
+        named = next((folder for folder in folders if tokenizer_file(folder) is not None), None)
     if kind is None:
         kind = NULL_TYPE if named is None else "PretrainedFromHF"
     rows = cfg.model.vocab_size
@@ -390,6 +391,7 @@ def _check_sources(config: PretrainDatasetConfig, tokenizer: Tokenizer, sizes: S
             if prefix not in fingerprints:
                 check_tokenizer(prefix, tokenizer, needs_eod=needs_eod)
                 fingerprints[prefix] = _fingerprint(prefix)
+            _check_count(summary)
             _check_length(summary, part, config, split)
     return fingerprints
 
@@ -400,6 +402,18 @@ _SPLIT_FIXES = {
     Split.valid: "--split with a share for validation, --valid-data-path, or --eval-iters 0",
     Split.test: "--split with a share for testing, --test-data-path, or --eval-iters 0",
 }
+
+
+def _check_count(summary: IndexSummary) -> None:
+    """megatron-core numbers documents in 32 bits."""
+    most = np.iinfo(np.int32).max
+    if len(summary.lengths) > most:
+        raise DataError(
+            "A dataset holds more documents than can be numbered.",
+            got=f"{summary.prefix}: {len(summary.lengths)}",
+            allowed=f"{most} in one dataset; a blend may hold more",
+            fix="several datasets, blended by --data-path",
+        )
 
 
 def _check_length(

@@ -39,6 +39,8 @@ _UINT16_VOCAB_LIMIT = 65500
 """Below this vocabulary size Megatron stores ids as uint16."""
 _PARTIAL = ".partial"
 _COPY_BYTES = 1 << 24
+_INDEX_PART = 1 << 20
+"""Documents whose places are computed at once when an index is written."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -163,14 +165,21 @@ class IndexedWriter:
         count = len(lengths)
         stream.write(MAGIC)
         stream.write(struct.pack("<QB", VERSION, _CODE_OF_DTYPE[self.dtype]))
-        boundaries = np.arange(count + 1) if self._boundaries is None else np.frombuffer(self._boundaries, np.int64)
-        stream.write(struct.pack("<QQ", count, len(boundaries)))
+        boundaries = None if self._boundaries is None else np.frombuffer(self._boundaries, np.int64)
+        stream.write(struct.pack("<QQ", count, count + 1 if boundaries is None else len(boundaries)))
         lengths.tofile(stream)
-        offsets = np.zeros(count, dtype=np.int64)
-        np.cumsum(lengths[:-1], dtype=np.int64, out=offsets[1:])
-        offsets *= self.dtype.itemsize
-        offsets.tofile(stream)
-        boundaries.tofile(stream)
+        # In parts: whole, the two arrays would take five times the memory of the lengths.
+        before = 0
+        for first in range(0, count, _INDEX_PART):
+            part = lengths[first : first + _INDEX_PART]
+            ends = before + np.cumsum(part, dtype=np.int64)
+            ((ends - part) * self.dtype.itemsize).tofile(stream)
+            before = int(ends[-1])
+        if boundaries is not None:
+            boundaries.tofile(stream)
+            return
+        for first in range(0, count + 1, _INDEX_PART):
+            np.arange(first, min(first + _INDEX_PART, count + 1), dtype=np.int64).tofile(stream)
 
     def __enter__(self) -> IndexedWriter:
         return self

@@ -25,7 +25,6 @@ import numpy as np
 import mindspeed_llm.core  # noqa: F401 - the device seam comes before megatron.core
 
 from megatron.core.datasets import helpers
-from megatron.core.datasets.gpt_dataset import _build_document_index, _build_shuffle_index
 
 logger = logging.getLogger(__name__)
 
@@ -84,25 +83,34 @@ def build_indices(
         drop_last_partial: leave out a last sample that is not full.
 
     Returns:
-        ``document_index`` int32 ``[epochs * n]``, ``sample_index`` ``[samples + 1, 2]``, ``shuffle_index``
-        ``[samples]``.
+        ``document_index`` int32 ``[epochs * n]``; ``sample_index`` ``[samples + 1, 2]``, int32, or int64 where a place
+        in the document index is beyond 2**31 - 1; ``shuffle_index`` ``[samples]``, uint32, or int64 from 2**32 - 2
+        samples on. Nothing else of such a size is allocated.
     """
-    random = np.random.RandomState(seed)
+    random = None if seed is None else np.random.RandomState(seed)
     separate = epochs.separate_last
-    if seed is None:
-        document_index = np.tile(documents.astype(np.int32), epochs.count)
-    else:
-        document_index = _build_document_index(documents, epochs.count, random, separate)
-    # A copy is read once from end to end; the C++ loop over a memory map would fault page by page under the GIL.
-    sizes = np.array(lengths) if len(document_index) * 2 > len(lengths) else lengths
+    document_index = np.tile(documents.astype(np.int32, copy=False), epochs.count)
+    last_epoch = len(document_index) - len(documents) if separate else len(document_index)
+    _shuffle(document_index, last_epoch, random)
+    # It takes the longest of all lengths first, which reads a memory map once from end to end: no copy is needed.
     sample_index = helpers.build_sample_idx(
-        sizes, document_index, epochs.sequence_length, epochs.count, epochs.tokens, drop_last_partial, True
+        lengths, document_index, epochs.sequence_length, epochs.count, epochs.tokens, drop_last_partial, True
     )
     samples = len(sample_index) - 1
-    if seed is None:
-        return document_index, sample_index, np.arange(samples, dtype=np.int64)
-    first = epochs.samples(epochs.count - 1) if separate else samples
-    return document_index, sample_index, _build_shuffle_index(first, samples, random)
+    shuffle_index = np.arange(samples, dtype=np.uint32 if samples < np.iinfo(np.uint32).max - 1 else np.int64)
+    _shuffle(shuffle_index, epochs.samples(epochs.count - 1) if separate else samples, random)
+    return document_index, sample_index, shuffle_index
+
+
+def _shuffle(order: np.ndarray, first: int, random: np.random.RandomState | None) -> None:
+    """Shuffle in place the first so many and then the others, as megatron-core does in copies; None shuffles nothing.
+
+    What a generator draws for a shuffle depends on the number of elements alone.
+    """
+    if random is not None:
+        random.shuffle(order[:first])
+        if first < len(order):
+            random.shuffle(order[first:])
 
 
 def load_indices(folder: Path, name: str) -> Indices | None:

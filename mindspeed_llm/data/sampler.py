@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch.utils.data import Sampler
@@ -69,12 +68,17 @@ class SequentialSampler(Sampler[list[int]]):
             yield list(range(start, start + self.cut.micro_batch_size))
 
 
+LARGEST_TABLE = 1 << 27
+"""Samples up to which the order of an epoch is kept as a table, 1 GiB then; beyond, each number is computed."""
+
+
 class ShuffledSampler(Sampler[list[int]]):
     """Epoch after epoch without end, each a permutation seeded by its number (``--dataloader-type cyclic``).
 
     The order is that of Megatron's random sampler with ``--no-data-sharding`` where the batch divides the dataset.
     Where it does not, Megatron leaves out the last samples of an epoch; here a batch goes on into the next epoch,
-    which is what keeps global batches independent of the cut.
+    which is what keeps global batches independent of the cut. A dataset of more than :data:`LARGEST_TABLE` samples has
+    an order of its own (:func:`shuffled_number`), which takes no memory.
 
     Args:
         total_samples: length of the dataset.
@@ -91,21 +95,64 @@ class ShuffledSampler(Sampler[list[int]]):
         self.total_samples = total_samples
         self.consumed_samples = consumed_samples
         self.cut = cut
+        self._epoch = -1
+        self._order = torch.empty(0, dtype=torch.int64)
 
     def __iter__(self) -> Iterator[list[int]]:
         position = self.consumed_samples + self.cut.rank * self.cut.micro_batch_size
-        epoch, order = -1, torch.empty(0, dtype=torch.int64)
         while True:
             batch: list[int] = []
             while len(batch) < self.cut.micro_batch_size:
-                wanted, start = divmod(position + len(batch), self.total_samples)
-                if wanted != epoch:
-                    epoch, order = wanted, self._permutation(wanted)
-                piece = order[start : start + self.cut.micro_batch_size - len(batch)]
-                batch += cast("list[int]", piece.tolist())
+                epoch, start = divmod(position + len(batch), self.total_samples)
+                end = min(start + self.cut.micro_batch_size - len(batch), self.total_samples)
+                batch += self._part(epoch, start, end)
             yield batch
             position += self.cut.stride
 
-    def _permutation(self, epoch: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(epoch)
-        return torch.randperm(self.total_samples, generator=generator)
+    def _part(self, epoch: int, start: int, end: int) -> list[int]:
+        """The samples at places ``start`` to ``end`` of an epoch."""
+        if self.total_samples > LARGEST_TABLE:
+            return [shuffled_number(place, self.total_samples, epoch) for place in range(start, end)]
+        return [int(number) for number in self._table(epoch)[start:end]]
+
+    def _table(self, epoch: int) -> torch.Tensor:
+        if self._epoch != epoch:
+            del self._order  # so that there are never two
+            self._order = torch.randperm(self.total_samples, generator=torch.Generator().manual_seed(epoch))
+            self._epoch = epoch
+        return self._order
+
+
+def shuffled_number(place: int, total: int, seed: int) -> int:
+    """What stands at one place of a pseudo-random permutation of ``range(total)``, without the others.
+
+    A Feistel network permutes the numbers of so many bits as ``total`` has, made even: at most four times as many. It
+    is applied until the result is below ``total``, which keeps it a permutation of these.
+
+    Args:
+        place: from 0 to ``total - 1``.
+        total: numbers permuted.
+        seed: another one is another permutation.
+    """
+    half = ((total - 1).bit_length() + 1) // 2
+    mask = (1 << half) - 1
+    number = place
+    while True:
+        left, right = number >> half, number & mask
+        for turn in range(_FEISTEL_TURNS):
+            left, right = right, left ^ (_mixed(right + (seed * _FEISTEL_TURNS + turn << 32)) & mask)
+        number = (left << half) | right
+        if number < total:
+            return number
+
+
+_FEISTEL_TURNS = 6
+_MASK_64 = (1 << 64) - 1
+
+
+def _mixed(value: int) -> int:
+    """64 bits that all depend on all bits of the value (the finaliser of SplitMix64)."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK_64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return value ^ (value >> 31)

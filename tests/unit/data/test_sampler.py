@@ -8,7 +8,8 @@ from itertools import islice
 import pytest
 import torch
 
-from mindspeed_llm.data.sampler import DataParallelCut, SequentialSampler, ShuffledSampler
+from mindspeed_llm.data import sampler
+from mindspeed_llm.data.sampler import DataParallelCut, SequentialSampler, ShuffledSampler, shuffled_number
 from mindspeed_llm.errors import DataError
 
 KINDS = (SequentialSampler, ShuffledSampler)
@@ -91,3 +92,34 @@ def test_nothing_left_is_an_error() -> None:
         SequentialSampler(10, 8, DataParallelCut(1, 0, 4))
     with pytest.raises(DataError, match="no samples"):
         ShuffledSampler(0, 0, DataParallelCut(1))
+
+
+@pytest.mark.parametrize("total", [1, 2, 3, 5, 16, 17, 1000, 1025])
+def test_a_computed_order_is_a_permutation(total: int) -> None:
+    orders = [[shuffled_number(place, total, seed) for place in range(total)] for seed in range(3)]
+    assert all(sorted(order) == list(range(total)) for order in orders)
+    assert total < 10 or (orders[0] != orders[1] != orders[2])
+
+
+def test_a_computed_order_is_as_random_as_a_drawn_one() -> None:
+    """Of 4096 numbers: how often the next is larger (half), nearer than 41 (2 %), and the fixed points (1) of 64."""
+    total = 4096
+    orders = torch.tensor([[shuffled_number(place, total, seed) for place in range(total)] for seed in range(64)])
+    steps = orders.diff(dim=1)
+    count = steps.numel()
+    assert abs((steps > 0).double().mean().item() - 0.5) < 4 * (1 / 12 / count) ** 0.5
+    near = 2 * 40 / total
+    assert abs((steps.abs() <= 40).double().mean().item() - near) < 4 * (near / count) ** 0.5
+    assert abs((orders == torch.arange(total)).sum().item() - 64) < 4 * 64**0.5
+    # The same place in the next epoch says nothing about this one.
+    together = torch.corrcoef(orders.double()).fill_diagonal_(0)
+    assert together.abs().max().item() < 5 / total**0.5
+
+
+def test_large_datasets_are_read_in_the_computed_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "LARGEST_TABLE", 50)
+    stream = [sample for batch in global_batches(ShuffledSampler, 61, 0, 2, 1, 30) for sample in batch]
+    expected = [shuffled_number(place, 61, epoch) for epoch in range(3) for place in range(61)]
+    assert stream == expected[: len(stream)]
+    resumed = global_batches(ShuffledSampler, 61, 60, 1, 3, 20)
+    assert [sample for batch in resumed for sample in batch] == stream[60:]
