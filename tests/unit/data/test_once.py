@@ -47,20 +47,43 @@ def in_process(target: Callable[..., object], *args: Any) -> BaseProcess:
     return process
 
 
-def see_the_same(ranks: int) -> Callable[[], None]:
-    """What each of ``ranks`` processes calls, so that all have looked for locks before any takes one."""
-    barrier, look = FORK.Barrier(ranks), module._lock_numbers
+def race(folder: Path, log: Path, ranks: int = 6) -> list[tuple[int, bool, str]]:
+    """What ``(number, made here, by whom)`` the ranks say, that all look for locks before any takes one.
 
-    def first_look(folder: Path) -> list[int]:
+    Whoever makes the folder goes on when every other rank waits, or makes it as well.
+    """
+    barrier, arrived, results = FORK.Barrier(ranks), FORK.Value("i", 0), FORK.SimpleQueue()
+    look, sleep = module._lock_numbers, time.sleep
+
+    def arrive() -> None:
+        with arrived.get_lock():
+            arrived.value += 1
+
+    def first_look(place: Path) -> list[int]:
         module._lock_numbers = look
-        found = look(folder)
+        found = look(place)
         barrier.wait()
         return found
 
-    def prepare() -> None:
-        module._lock_numbers = first_look
+    def first_sleep(seconds: float) -> None:
+        module.time.sleep = sleep
+        arrive()
 
-    return prepare
+    def rank(number: int) -> None:
+        def make(partial: Path) -> None:
+            module.time.sleep = sleep
+            arrive()
+            until(lambda: arrived.value == ranks)
+            maker(str(number), log)(partial)
+
+        module._lock_numbers, module.time.sleep = first_look, first_sleep
+        results.put((number, once(folder, make, PACE), made(folder)))
+
+    processes = [in_process(rank, number) for number in range(ranks)]
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * ranks
+    return sorted(results.get() for _ in range(ranks))
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -79,20 +102,10 @@ def write_lock(folder: Path, number: int = 0, **content: Any) -> None:
 
 
 def test_of_many_at_once_one_makes(tmp_path: Path) -> None:
-    together, results = see_the_same(6), FORK.SimpleQueue()
     folder, log = tmp_path / "new" / "x", tmp_path / "log"
-
-    def rank(number: int) -> None:
-        together()
-        here = once(folder, maker(str(number), log), PACE)
-        results.put((number, here, made(folder)))
-
-    ranks = [in_process(rank, number) for number in range(6)]
-    for process in ranks:
-        process.join()
-    assert [process.exitcode for process in ranks] == [0] * 6
+    results = race(folder, log)
     (winner,) = log.read_text().split()
-    assert sorted(results.get() for _ in ranks) == [(n, str(n) == winner, winner) for n in range(6)]
+    assert results == [(n, str(n) == winner, winner) for n in range(6)]
     assert leftovers(folder) == []
 
 
@@ -194,20 +207,13 @@ def test_a_silent_lock_of_another_node_is_taken_over(tmp_path: Path) -> None:
 
 
 def test_of_many_that_see_a_dead_one_one_takes_over(tmp_path: Path) -> None:
-    folder, log, together = tmp_path / "x", tmp_path / "log", see_the_same(6)
+    folder, log = tmp_path / "x", tmp_path / "log"
     dead = in_process(int)
     dead.join()
     write_lock(folder, system=module._system(), pid=dead.pid)
-
-    def rank(number: int) -> None:
-        together()
-        once(folder, maker(str(number), log), PACE)
-
-    ranks = [in_process(rank, number) for number in range(6)]
-    for process in ranks:
-        process.join()
-    assert [process.exitcode for process in ranks] == [0] * 6
-    assert log.read_text().split() == [made(folder)]
+    results = race(folder, log)
+    (winner,) = log.read_text().split()
+    assert results == [(n, str(n) == winner, winner) for n in range(6)]
     assert leftovers(folder) == []
 
 
