@@ -7,11 +7,13 @@ it: orjson, where it is installed, only has the first word on rows that Python's
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from mindspeed_llm.data.sources import Block
+from mindspeed_llm.data.compressed import BOM
+from mindspeed_llm.data.json_array import TOKENS
+from mindspeed_llm.data.sources import TXT, Block
+from mindspeed_llm.data.tables import Cells, check_columns
 from mindspeed_llm.errors import DataError
 
 try:
@@ -21,9 +23,6 @@ except ImportError:
 
 MAX_DEPTH = 500
 """Levels of nesting in a row. Either reader has a limit of its own, orjson's fixed, Python's that of the stack."""
-
-_BOM = b"\xef\xbb\xbf"
-_BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[\]{}]', re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -60,10 +59,15 @@ def read_rows(block: Block, keys: list[str]) -> Rows:
         keys: the fields that must all hold text; plain text has one, whatever its name.
 
     Raises:
-        DataError: the file cannot be read any more.
+        DataError: the file cannot be read any more, or a table has no such column.
     """
-    lines = _split(_read_range(block.path, *block.payload))
-    return _text_rows(lines, keys) if block.format == "txt" else _json_rows(lines, keys)
+    payload = block.payload
+    if isinstance(payload, Cells):
+        return _cell_rows(block.path, payload, keys)
+    if isinstance(payload, tuple):
+        payload = _read_range(block.path, *payload)
+    lines = _split(payload) if isinstance(payload, bytes) else payload
+    return _text_rows(lines, keys) if block.format == TXT else _json_rows(lines, keys)
 
 
 def _split(data: bytes) -> list[bytes]:
@@ -87,7 +91,7 @@ def _read_range(path: str, begin: int, end: int) -> bytes:
                 data += stream.readline()
     except OSError as error:
         raise DataError("An input file cannot be read.", got=f"{path}: {error.strerror}", fix="--input") from error
-    return data.removeprefix(_BOM) if begin == 0 else data
+    return data.removeprefix(BOM) if begin == 0 else data
 
 
 def _text_rows(lines: list[bytes], keys: list[str]) -> Rows:
@@ -102,6 +106,28 @@ def _text_rows(lines: list[bytes], keys: list[str]) -> Rows:
             rows.numbers.append(number)
         except UnicodeDecodeError as error:
             rows.bad.append((number, _invalid_utf8(error)))
+    return rows
+
+
+def _cell_rows(path: str, cells: Cells, keys: list[str]) -> Rows:
+    check_columns(path, dict.fromkeys(cells.columns, True), keys)
+    rows = Rows([[] for _ in keys], bad=cells.bad, count=cells.count)
+    for number, row in zip(cells.numbers, zip(*(cells.columns[key] for key in keys), strict=True), strict=True):
+        texts: list[str] = []
+        for key, cell in zip(keys, row, strict=True):
+            if not cell:
+                rows.bad.append((number, f"{key!r} is {'null, not text' if cell is None else 'empty'}"))
+                break
+            try:
+                texts.append(cell.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                rows.bad.append((number, _invalid_utf8(error)))
+                break
+        else:
+            rows.numbers.append(number)
+            for column, text in zip(rows.texts, texts, strict=True):
+                column.append(text)
+    rows.bad.sort()
     return rows
 
 
@@ -160,11 +186,12 @@ def _load_json(raw: bytes) -> Any:
 def _depth(raw: bytes) -> int:
     """Levels of nesting in a row of valid JSON."""
     depth = deepest = 0
-    for token in _BRACKETS.findall(raw):
-        if token in b"[{":
+    for token in TOKENS.finditer(raw):
+        mark = token[0]
+        if mark in b"[{":
             depth += 1
             deepest = max(deepest, depth)
-        elif token in b"]}":
+        elif mark in b"]}":
             depth -= 1
     return deepest
 
