@@ -113,8 +113,8 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ),
     (
         "planned with the data features",
-        """vocab-file merge-file tiktoken-* tokenizer-sentencepiece-legacy tokenizer-special-tokens tokenizer-metadata
-        tokenizer-hf-* handler-name output-prefix workers append-eod pack per-dataset-sequences-path
+        """tokenizer-sentencepiece-legacy tokenizer-metadata tokenizer-hf-* handler-name
+        output-prefix workers append-eod pack per-dataset-sequences-path
         full-validation multiple-validation-sets phase-transition-iterations dataloader-fast-cache-load
         dataloader-defer-npy-index-mmap mid-level-dataset-surplus allow-ambiguous-pad-tokens return-document-ids
         no-shuffle full-shuffle-instruction-dataset vocab-extra-ids no-cut-token cut-max-seqlen""",

@@ -348,7 +348,19 @@ def tokenizer_is_complete(cfg: RunConfig) -> Iterator[ConfigError]:
     k = cfg.tokenizer
     if k.tokenizer_type == "NullTokenizer" and cfg.model.vocab_size is None:
         yield ConfigError("NullTokenizer knows no vocabulary", fix="--vocab-size")
-    if k.tokenizer_type in ("PretrainedFromHF", "HuggingFaceTokenizer") and k.tokenizer_name_or_path is None:
+    from_files = k.tokenizer_type in ("GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase")
+    if not from_files and (k.vocab_file or k.merge_file):
+        yield ConfigError(
+            "this kind of tokenizer has no vocabulary file",
+            got=f"--tokenizer-type {k.tokenizer_type}, --vocab-file {k.vocab_file}, --merge-file {k.merge_file}",
+            fix="--tokenizer-type GPT2BPETokenizer, BertWordPieceLowerCase or BertWordPieceCase",
+        )
+    if from_files:
+        if k.vocab_file is None:
+            yield ConfigError(f"--tokenizer-type {k.tokenizer_type} is read from a vocabulary", fix="--vocab-file")
+        if k.merge_file is None and k.tokenizer_type == "GPT2BPETokenizer":
+            yield ConfigError("--tokenizer-type GPT2BPETokenizer needs the merges, too", fix="--merge-file")
+    elif k.tokenizer_type not in (None, "NullTokenizer") and k.tokenizer_name_or_path is None:
         yield ConfigError(f"--tokenizer-type {k.tokenizer_type} is read from a folder", fix="--tokenizer-name-or-path")
 
 

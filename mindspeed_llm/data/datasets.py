@@ -157,7 +157,7 @@ def tokenizer_of(cfg: RunConfig) -> Tokenizer:
     if rows is not None and tokenizer.vocab_size > rows:
         raise DataError(
             "The tokenizer has more ids than the model's vocabulary has rows.",
-            got=f"{tokenizer.vocab_size} ids of {named}, --vocab-size {rows}",
+            got=f"{tokenizer.vocab_size} ids of {named or cfg.tokenizer.vocab_file}, --vocab-size {rows}",
             fix="the tokenizer of this model, or a larger --vocab-size for a model trained from scratch",
         )
     return tokenizer

@@ -9,20 +9,24 @@ from mindspeed_llm.data.tokenizer.base import TextTokenizer
 from mindspeed_llm.data.tokenizer.build import (
     HF_TYPES,
     NULL_TYPE,
+    TEXT_TYPES,
     TOKENIZER_TYPES,
     Tokenizer,
     build_tokenizer,
     load_tokenizer,
+    tokenizer_file,
 )
 from mindspeed_llm.data.tokenizer.null import NullTokenizer
 
 __all__ = [
     "HF_TYPES",
     "NULL_TYPE",
+    "TEXT_TYPES",
     "TOKENIZER_TYPES",
     "NullTokenizer",
     "TextTokenizer",
     "Tokenizer",
     "build_tokenizer",
     "load_tokenizer",
+    "tokenizer_file",
 ]

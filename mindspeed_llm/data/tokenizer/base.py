@@ -66,8 +66,9 @@ class TextTokenizer(ABC):
             raise DataError(
                 "The tokenizer names no end-of-document token.",
                 got=self.path,
-                allowed="eos_token in tokenizer_config.json or special_tokens_map.json, eos_token_id in config.json",
-                fix="give the whole Hugging Face folder instead of a single file",
+                allowed="one in the model itself; or eos_token in tokenizer_config.json or special_tokens_map.json, "
+                "eos_token_id in config.json",
+                fix="the whole Hugging Face folder instead of a single file; --tiktoken-special-tokens for a rank file",
             )
         return self.special_ids["eos_token"]
 

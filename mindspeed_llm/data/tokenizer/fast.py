@@ -1,4 +1,4 @@
-"""A ``tokenizer.json``, read by the tokenizers library.
+"""Pipelines of the tokenizers library: a ``tokenizer.json``, GPT-2's two files, BERT's word pieces.
 
 The ids are those of ``AutoTokenizer(...)(text).input_ids``: special tokens that the tokenizer itself adds (Llama's BOS)
 are kept, as MindSpeed-LLM's ``PretrainedFromHF`` does.
@@ -9,19 +9,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from mindspeed_llm.data.tokenizer.base import TextTokenizer
+from mindspeed_llm.data.tokenizer.special import special_ids
 from mindspeed_llm.errors import DataError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
 
-_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
 
 class FastTokenizer(TextTokenizer):
-    """A pipeline of the tokenizers library with the special tokens that the files beside it name.
+    """A pipeline with the special tokens that the files beside it name.
 
     Args:
         path: as :class:`TextTokenizer`.
@@ -74,45 +73,4 @@ def load_fast(file: Path, shown: str) -> FastTokenizer:
     # A saved tokenizer may carry the padding and truncation of its last use; neither belongs into a corpus.
     backend.no_padding()
     backend.no_truncation()
-    return FastTokenizer(shown, backend, _special_ids(file.parent, backend))
-
-
-def _read_json(path: Path) -> dict[str, object]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError("A file of the tokenizer is not valid JSON.", got=f"{path}: {error}") from error
-    return cast("dict[str, object]", value) if isinstance(value, dict) else {}
-
-
-def _special_ids(folder: Path, backend: RustTokenizer) -> dict[str, int]:
-    """Role -> id, from the files that transformers reads, in its order of preference."""
-    ids: dict[str, int] = {}
-    for source in (_read_json(folder / "tokenizer_config.json"), _read_json(folder / "special_tokens_map.json")):
-        for role in _ROLES:
-            token = _content(source.get(role))
-            found = backend.token_to_id(token) if token is not None else None
-            if role not in ids and found is not None:
-                ids[role] = found
-    config = _read_json(folder / "config.json")
-    for role in ("bos_token", "eos_token", "pad_token"):
-        number = _first_number(config.get(f"{role}_id"))
-        if role not in ids and number is not None:
-            ids[role] = number
-    return ids
-
-
-def _content(token: object) -> str | None:
-    """The text of a special token, which is written as it is or as an object."""
-    if isinstance(token, dict):
-        token = cast("dict[str, object]", token).get("content")
-    return token if isinstance(token, str) else None
-
-
-def _first_number(value: object) -> int | None:
-    """An id, or the first of several."""
-    if isinstance(value, list) and value:
-        value = cast("list[object]", value)[0]
-    return value if isinstance(value, int) else None
+    return FastTokenizer(shown, backend, special_ids(file.parent, backend.token_to_id))
