@@ -87,7 +87,7 @@ class FillInTheMiddle:
         return np.concatenate(parts)
 
     def _rearranged(self, ids: np.ndarray, rate: float, random: np.random.RandomState) -> np.ndarray:
-        if len(ids) == 0 or not random.binomial(1, rate):
+        if not random.binomial(1, rate):
             return ids
         text = self.tokenizer.backend.decode(ids.tolist(), skip_special_tokens=True)
         if not text or _UNDECODABLE in text or (self.no_prefix is not None and text.startswith(self.no_prefix)):
