@@ -119,7 +119,7 @@ class InputStream:
             from isal import igzip, igzip_lib
         except ImportError:
             return gzip.GzipFile(fileobj=cast(Any, self._counted))
-        self._damages = (*self._damages, igzip_lib.IsalError)
+        self._damages = (*self._damages, cast("type[Exception]", igzip_lib.IsalError))
         return igzip.IGzipFile(fileobj=cast(Any, self._counted))
 
 

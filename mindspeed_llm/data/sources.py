@@ -306,7 +306,7 @@ def _inspect(path: str) -> InputFile:
         raise DataError("Text must be UTF-8.", got=f"{path}: UTF-16 or UTF-32", fix="iconv -f UTF-16 -t UTF-8")
     found = _sniff(head)
     if named is None and found is None:
-        raise DataError("The format of an input is not known.", got=path, allowed=_SUFFIXES)
+        raise DataError("The format of an input is not known.", got=path, allowed=_SUFFIXES, fix="rename it")
     if named in _TABLES or found in _TABLES:
         if named not in (None, found):
             raise _misnamed(path, named, found or "something else")
