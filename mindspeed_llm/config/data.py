@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from mindspeed_llm.config.option import option
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -32,7 +34,13 @@ class DataConfig:
     """JSON file with the keys train, valid and test, each a list as the data path takes it."""
 
     data_cache_path: str | None = None
-    """Folder for index files of prepared data; by default beside the data."""
+    """Folder for data prepared from raw files and for index files; by default beside the data."""
+
+    json_key: str = option("text", flags=("--json-keys",))
+    """Field that holds the text in the rows of raw files."""
+
+    verify_data: bool = False
+    """Read raw files whole and compare them with those that were prepared, rather than size, time and samples."""
 
     mock_data: bool = False
     """Train on made-up sequences, to try a set-up without data."""

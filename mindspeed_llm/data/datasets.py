@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,7 @@ from mindspeed_llm.data.fim import FillInTheMiddle, build_fim, sample_random
 from mindspeed_llm.data.indexed import IndexSummary, bin_path, idx_path, read_index
 from mindspeed_llm.data.indices import Epochs, Indices, build_indices, load_indices, save_indices
 from mindspeed_llm.data.manifest import check_tokenizer
+from mindspeed_llm.data.raw import RawSettings, is_raw, prepared_prefix
 from mindspeed_llm.data.tokenizer import NULL_TYPE, Tokenizer, build_tokenizer, tokenizer_file
 from mindspeed_llm.errors import DataError
 
@@ -41,6 +43,7 @@ from megatron.core.datasets.utils import Split
 logger = logging.getLogger(__name__)
 
 DEFAULT_SPLIT = "969,30,1"
+_SPLITS = ("train", "valid", "test")
 _NO_PAD = -1
 """An id that no text holds: megatron-core masks the loss of positions with the padding id."""
 
@@ -169,7 +172,7 @@ def split_sizes(cfg: RunConfig) -> tuple[int, int, int]:
     Every evaluation of a run is over the same held-out samples, so their losses compare; Megatron-LM goes on to other
     samples each time.
     """
-    training, data = cfg.training, cfg.data
+    training, data = cfg.training, _with_files_read(cfg.data)
     batch = training.global_batch_size or 0
     train = training.train_samples or (training.train_iters or 0) * batch
     held_out = training.eval_iters * batch
@@ -184,6 +187,42 @@ def split_sizes(cfg: RunConfig) -> tuple[int, int, int]:
         for name, path, size in zip(("train", "valid", "test"), given, (train, held_out, held_out), strict=True)
     ]
     return sizes[0], sizes[1], sizes[2]
+
+
+def prepare_raw(cfg: RunConfig, tokenizer: Tokenizer, sizes: Sequence[int]) -> RunConfig:
+    """Prepare the raw files among the data paths, or find them prepared.
+
+    Call it on every rank, and before there are process groups: ranks wait for files here, for as long as it takes, and
+    in a collective they would run into its timeout.
+
+    Args:
+        cfg: the run.
+        tokenizer: that of the run.
+        sizes: samples wanted of each split; what none of them reads is not prepared.
+
+    Returns:
+        ``cfg`` with prefixes in place of raw files, for :func:`build_datasets`.
+
+    Raises:
+        DataError: see :func:`mindspeed_llm.data.raw.prepared_prefix`.
+    """
+    data = cfg.data
+    settings = RawSettings(
+        key=data.json_key,
+        cache=data.data_cache_path,
+        verify=data.verify_data,
+        # The other ranks of the node wait meanwhile.
+        workers=len(os.sched_getaffinity(0)),
+    )
+    data = _with_files_read(data)
+    wanted = {"data_path": any(sizes), "train_data_path": sizes[0], "valid_data_path": sizes[1],
+              "test_data_path": sizes[2]}  # fmt: skip
+    changed = {
+        name: _with_prefixes(words, name, lambda word: prepared_prefix(word, tokenizer, settings))
+        for name, is_read in wanted.items()
+        if is_read and (words := getattr(data, name)) and any(map(is_raw, words))
+    }
+    return replace(cfg, data=replace(data, **changed)) if changed else cfg
 
 
 def rank_needs_data(cfg: RunConfig) -> bool:
@@ -309,13 +348,37 @@ def _dataset_arguments(data: DataConfig) -> dict[str, Any]:
 
 
 def _per_split_from_file(path: str) -> list[Blend | None]:
+    content = _read_splits(path)
+    return [_blend(content.get(name), f"{path}: {name}") for name in _SPLITS]
+
+
+def _read_splits(path: str) -> dict[str, list[str]]:
     try:
-        content = json.loads(_read_text(path))
+        return json.loads(_read_text(path))
     except ValueError as error:
         raise DataError(
             "The file is not valid JSON.", got=f"{path}: {error}", fix="--per-split-data-args-path"
         ) from error
-    return [_blend(content.get(name), f"{path}: {name}") for name in ("train", "valid", "test")]
+
+
+def _with_files_read(data: DataConfig) -> DataConfig:
+    """``data`` with what the files of data paths say in place of these files."""
+    if data.data_args_path is not None:
+        data = replace(data, data_path=tuple(_read_text(data.data_args_path).split()), data_args_path=None)
+    if data.per_split_data_args_path is not None:
+        content = _read_splits(data.per_split_data_args_path)
+        paths = {f"{name}_data_path": tuple(content.get(name) or ()) or None for name in _SPLITS}
+        data = replace(data, **paths, per_split_data_args_path=None)
+    return data
+
+
+def _with_prefixes(words: Sequence[str], field_name: str, locate: Callable[[str], str]) -> tuple[str, ...]:
+    """``words`` with ``locate`` of each raw one; weights stay, even where a file has such a name."""
+    blend = _blend(words, f"--{field_name.replace('_', '-')}")
+    weighted = blend is not None and blend[1] is not None
+    return tuple(
+        word if (weighted and place % 2 == 0) or not is_raw(word) else locate(word) for place, word in enumerate(words)
+    )
 
 
 def _read_text(path: str) -> str:

@@ -272,4 +272,4 @@ def _missing_fix(prefix: str) -> str:
         near = sorted(str(found.with_suffix("")) for found in path.parent.glob(f"{path.name}*_document.idx"))
         if near:
             return f"give the prefix with its key, for instance {near[0]}"
-    return "give the path without .bin or .idx, as preprocess_data.py printed it"
+    return "give the path without .bin or .idx, as preprocess_data.py printed it, or a raw file or folder that exists"

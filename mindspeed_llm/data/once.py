@@ -50,7 +50,10 @@ class Pace:
     report: float = 30.0
 
 
-def once(folder: Path, make: Callable[[Path], None], pace: Pace = Pace()) -> bool:
+PACE = Pace()
+
+
+def once(folder: Path, make: Callable[[Path], None], pace: Pace = PACE) -> bool:
     """Have ``folder`` made, unless it is there; return when it is.
 
     Args:

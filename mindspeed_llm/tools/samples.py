@@ -20,7 +20,7 @@ import numpy as np
 from mindspeed_llm.config.run import SECTIONS, RunConfig
 from mindspeed_llm.config.tokenizer import TokenizerConfig
 from mindspeed_llm.data.batches import document_boundaries
-from mindspeed_llm.data.datasets import build_datasets
+from mindspeed_llm.data.datasets import build_datasets, prepare_raw
 from mindspeed_llm.data.manifest import manifest_path
 from mindspeed_llm.data.tokenizer import HF_TYPES, NULL_TYPE, NullTokenizer, Tokenizer, build_tokenizer, load_tokenizer
 from mindspeed_llm.errors import DataError, SuiteError
@@ -31,7 +31,9 @@ SPLITS = ("train", "valid", "test")
 def build_parser() -> argparse.ArgumentParser:
     """The data flags of training, and which samples to print."""
     parser = argparse.ArgumentParser(prog="samples", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--data-path", nargs="+", help="prefix, or weights and prefixes in turn")
+    parser.add_argument("--data-path", nargs="+", help="prefix or raw file, or weights and these in turn")
+    parser.add_argument("--data-cache-path", help="where training keeps what it prepares from raw files")
+    parser.add_argument("--json-key", "--json-keys", default="text", help="field of the text in raw files")
     parser.add_argument("--mock-data", action="store_true", help="megatron-core's made-up data")
     parser.add_argument(
         "--split", help="shares of training, validation and test data (default: all for the one printed)"
@@ -63,6 +65,8 @@ def run_config(arguments: argparse.Namespace) -> RunConfig:
         data=replace(
             cfg.data,
             data_path=tuple(arguments.data_path) if arguments.data_path else None,
+            data_cache_path=arguments.data_cache_path,
+            json_key=arguments.json_key,
             mock_data=arguments.mock_data,
             split=None if arguments.mock_data else arguments.split or whole,
             reset_position_ids=arguments.reset_position_ids,
@@ -100,11 +104,11 @@ def samples(arguments: argparse.Namespace, cache: str) -> Iterator[dict[str, lis
         SuiteError: what the user can mend.
     """
     tokenizer = find_tokenizer(arguments)
-    cfg = run_config(arguments)
-    cfg = replace(cfg, data=replace(cfg.data, data_cache_path=cache))
     sizes = [0, 0, 0]
     which = SPLITS.index(arguments.print_split)
     sizes[which] = max(arguments.train_samples or arguments.count, arguments.count)
+    cfg = prepare_raw(run_config(arguments), tokenizer, sizes)
+    cfg = replace(cfg, data=replace(cfg.data, data_cache_path=cache))
     dataset = build_datasets(cfg, tokenizer, sizes, shuffle=not arguments.no_shuffle)[which]
     if dataset is None:
         raise DataError("There are no samples.", got=f"--count {arguments.count}", allowed="1 or more")
@@ -120,7 +124,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the samples; the exit status is 0, or the error's own."""
     arguments = build_parser().parse_args(argv)
     try:
-        # Looking must leave nothing behind, so the indices go where they are forgotten.
+        # Looking must leave nothing behind, so the indices go where they are forgotten. What is prepared from raw files
+        # takes long, and stays for the training that comes next.
         with tempfile.TemporaryDirectory() as cache:
             for row in samples(arguments, cache):
                 sys.stdout.write(json.dumps(row) + "\n")

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import mindspeed_llm
 from mindspeed_llm.config.resolve import format_non_default
 from mindspeed_llm.config.run import RunConfig
+from mindspeed_llm.data.datasets import prepare_raw, split_sizes, tokenizer_of
 from mindspeed_llm.device import current
 from mindspeed_llm.training.initialize import finalize, initialize
 from mindspeed_llm.training.loop import Hooks, total_iterations, train
@@ -36,14 +37,16 @@ def pretrain(cfg: RunConfig) -> None:
     origin = find_origin(cfg)
     check_exports(cfg)
     check_outputs(cfg)
+    total = total_iterations(cfg)
+    steps = total > 0 or cfg.training.skip_train
+    tokenizer = tokenizer_of(cfg) if steps else None
+    with_data = prepare_raw(cfg, tokenizer, split_sizes(cfg)) if tokenizer else cfg
     initialize(cfg)
     if dist.get_rank() == 0:
         logger.info("configuration, values that are not defaults:\n%s", format_non_default(cfg))
         for notice in cfg.notices:
             logger.info("note: %s", notice)
-    total = total_iterations(cfg)
-    steps = total > 0 or cfg.training.skip_train
-    open_training, held_out = open_streams(cfg) if steps else (None, {})
+    open_training, held_out = open_streams(with_data, tokenizer) if tokenizer else (None, {})
     run = _set_up(cfg, origin)
     streams = []
     if open_training is not None and run.progress.iteration < total:

@@ -10,21 +10,27 @@ import torch.distributed as dist
 
 from mindspeed_llm.config.run import RunConfig
 from mindspeed_llm.data.batches import build_data_iterator, get_batch
-from mindspeed_llm.data.datasets import build_datasets, rank_needs_data, split_sizes, tokenizer_of
+from mindspeed_llm.data.datasets import build_datasets, rank_needs_data, split_sizes
+from mindspeed_llm.data.tokenizer import Tokenizer
 from mindspeed_llm.training.loop import Streams
 from mindspeed_llm.training.objective import Batch
 
 
-def open_streams(cfg: RunConfig) -> tuple[Callable[[int], Streams], Mapping[str, Callable[[], Streams]]]:
+def open_streams(
+    cfg: RunConfig, tokenizer: Tokenizer
+) -> tuple[Callable[[int], Streams], Mapping[str, Callable[[], Streams]]]:
     """Openers of the training stream and of the held-out ones. Collective.
 
     Opens nothing yet: what is wrong with the data shows before a model is built.
+
+    Args:
+        cfg: the run; its data is prepared, see :func:`mindspeed_llm.data.datasets.prepare_raw`.
+        tokenizer: that of the run.
 
     Returns:
         Opener of training from a number of consumed samples on; split name -> opener, for the held-out splits that hold
         samples. A stream is a list: each model chunk of this rank reads the same samples.
     """
-    tokenizer = tokenizer_of(cfg)
     needed = rank_needs_data(cfg)
     built = build_datasets(cfg, tokenizer, split_sizes(cfg), is_built_on_rank=lambda: needed or dist.get_rank() == 0)
     chunks = cfg.transformer.virtual_pipeline_model_parallel_size
