@@ -71,7 +71,7 @@ class BadRows:
             self.path.unlink(missing_ok=True)
             return None
         self._partial.replace(self.path)
-        logger.warning("%d bad rows skipped (%s), listed in %s", self.count, self.summary(), self.path)
+        logger.warning("%d bad rows skipped: %s", self.count, self.summary())
         return self.path
 
     def __enter__(self) -> BadRows:

@@ -1,6 +1,6 @@
 """A folder that exactly one of many processes makes while the others wait: no network, no collective, only files.
 
-    once(Path("prepared/en"), make)    # called by every rank of every node
+    once(Path("_prepared/en"), make)    # called by every rank of every node
 
 What the processes see of each other is the file system. Where nodes share the storage of the folder one process makes
 it for all of them; where they do not, one on each node does. Nothing has to be told which of the two is the case.

@@ -1,6 +1,6 @@
 """Raw files in ``--data-path``: prepared once, kept in a folder whose name is a key of all that decides its content.
 
-    <folder of the file, or --data-cache-path>/prepared/en.jsonl-3f0c.../data_text_document.bin, .idx, .manifest.json
+    <folder of the file, or --data-cache-path>/_prepared/en.jsonl-3f0c.../data_text_document.bin, .idx, .manifest.json
 
 Who prepares is settled by ``data.once``, before there are process groups. Nothing here imports torch.
 """
@@ -34,6 +34,9 @@ _PIECES_OF_ALL = 16384
 """A folder of very many files would take longer to look at than to open; sizes and times say most of it."""
 
 _KEY_DIGITS = 16
+_FOLDER = "_prepared"
+"""Begins with an underscore so that it is not taken for data where it lies in a folder of data (``data.sources``)."""
+
 _NAME = "data"
 _RECORD = "sources.json"
 
@@ -95,7 +98,7 @@ def prepared_prefix(word: str, tokenizer: Tokenizer, settings: RawSettings, pace
         raise DataError("Raw data needs a tokenizer.", got=word, fix="--tokenizer-name-or-path with that of the model")
     files = _look_at(word)
     path = Path(os.path.abspath(word))
-    root = Path(settings.cache or path.parent, "prepared")
+    root = Path(settings.cache or path.parent, _FOLDER)
     folder = root / f"{path.name[:100]}-{_key(files, tokenizer, settings)[:_KEY_DIGITS]}"
     if folder.is_dir():
         if settings.verify:
@@ -130,8 +133,7 @@ def _make(
         raise DataError("The data changed while it was prepared.", got=word, fix="start again when it is written")
     logger.info("prepared %s: %d documents, %d tokens", word, result.documents, result.tokens[settings.key])
     if result.bad_rows_path is not None:
-        listed = folder / Path(result.bad_rows_path).name
-        logger.warning("%s: %d bad rows skipped, listed in %s", word, result.bad_rows, listed)
+        logger.warning("bad rows of %s are listed in %s", word, folder / Path(result.bad_rows_path).name)
 
 
 def _look_at(word: str) -> list[_File]:

@@ -38,7 +38,7 @@ def test_a_raw_file_gives_the_losses_of_the_prepared_one(pool: Pool, flags: Flag
     first, said = losses(pool, raw, "first.jsonl", layout)
     assert first == expected
     assert said.count("preparing ") <= 1  # only the first rank says such things
-    (folder,) = (tmp_path / "prepared").iterdir()
+    (folder,) = (tmp_path / "_prepared").iterdir()
     made = {path.name: path.stat().st_mtime_ns for path in folder.iterdir() if path.is_file()}
     again, said = losses(pool, {**raw, "--verify-data": True}, "again.jsonl", layout)
     assert again == expected

@@ -112,7 +112,7 @@ def test_as_preprocess_data_makes_it_with_ends_of_documents(
     prefix = prepared_prefix(str(source), tokenizer, SETTINGS, PACE)
     assert content(prefix) == content(whole.prefixes["text"])
     folder = Path(prefix).parent
-    assert folder.parent == tmp_path / "prepared"
+    assert folder.parent == tmp_path / "_prepared"
     assert folder.name.startswith("rows.jsonl-")
     (bad,) = folder.glob("*.bad_rows.jsonl")
     assert json.loads(bad.read_text())["line"] == len(TEXTS) + 1
@@ -121,8 +121,8 @@ def test_as_preprocess_data_makes_it_with_ends_of_documents(
 
 def test_another_place(tmp_path: Path, source: Path, tokenizer: TextTokenizer) -> None:
     prefix = prepared_prefix(str(source), tokenizer, RawSettings(cache=str(tmp_path / "cache")), PACE)
-    assert Path(prefix).is_relative_to(tmp_path / "cache" / "prepared")
-    assert not (tmp_path / "prepared").exists()
+    assert Path(prefix).is_relative_to(tmp_path / "cache" / "_prepared")
+    assert not (tmp_path / "_prepared").exists()
 
 
 def test_a_folder_of_files(tmp_path: Path, tokenizer: TextTokenizer, source: Path) -> None:
@@ -131,8 +131,12 @@ def test_a_folder_of_files(tmp_path: Path, tokenizer: TextTokenizer, source: Pat
     write_rows(folder / "a.jsonl", TEXTS[:25])
     write_rows(folder / "b.jsonl", TEXTS[25:])
     prefix = prepared_prefix(f"{folder}/", tokenizer, SETTINGS, PACE)
-    assert Path(prefix).is_relative_to(tmp_path / "prepared")
+    assert Path(prefix).is_relative_to(tmp_path / "_prepared")
     assert content(prefix) == content(prepared_prefix(str(source), tokenizer, SETTINGS, PACE))
+    # What is prepared from one of its files lies in it, and is no data.
+    prepared_prefix(str(folder / "a.jsonl"), tokenizer, SETTINGS, PACE)
+    assert (folder / "_prepared").is_dir()
+    assert prepared_prefix(str(folder), tokenizer, SETTINGS, PACE) == prefix
 
 
 # ------------------------------------------------------------------------------------------------------------ the key
@@ -223,7 +227,7 @@ def test_a_file_that_changes_while_it_is_prepared(
     monkeypatch.setattr(raw, "prepare", growing)
     with pytest.raises(DataError, match=r"changed while it was prepared"):
         prepared_prefix(str(source), tokenizer, SETTINGS, PACE)
-    assert not [path for path in (source.parent / "prepared").iterdir() if path.is_dir()]
+    assert not [path for path in (source.parent / "_prepared").iterdir() if path.is_dir()]
 
 
 # ------------------------------------------------------------------------------------------------- several processes
@@ -251,12 +255,12 @@ def test_four_processes_prepare_once(tmp_path: Path, source: Path, tokenizer: Te
         process.join()
     assert log.read_text() == "prepared\n"
     assert said == [said[0]] * 4
-    assert [path.name for path in (tmp_path / "prepared").iterdir()] == [Path(said[0][0]).parent.name]
+    assert [path.name for path in (tmp_path / "_prepared").iterdir()] == [Path(said[0][0]).parent.name]
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_an_ended_preparation_is_done_again(source: Path, tokenizer: TextTokenizer, how: int) -> None:
-    place = source.parent / "prepared"
+    place = source.parent / "_prepared"
 
     def stuck() -> None:
         def half(settings: PrepareSettings, by: TextTokenizer) -> PrepareResult:
@@ -291,8 +295,8 @@ def test_a_failure_is_one_clear_error_each_time(source: Path, tokenizer: TextTok
 
 def test_a_place_that_cannot_be_written_to(source: Path, tokenizer: TextTokenizer, tmp_path: Path) -> None:
     # A file where the folder should be: refused to root as well, unlike a folder without permission to write.
-    (tmp_path / "prepared").write_text("")
-    with pytest.raises(DataError, match=r"cannot be written(.|\n)*prepared: (.|\n)*--data-cache-path"):
+    (tmp_path / "_prepared").write_text("")
+    with pytest.raises(DataError, match=r"cannot be written(.|\n)*_prepared: (.|\n)*--data-cache-path"):
         prepared_prefix(str(source), tokenizer, SETTINGS, PACE)
     prepared_prefix(str(source), tokenizer, RawSettings(cache=str(tmp_path / "cache")), PACE)
 

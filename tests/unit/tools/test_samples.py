@@ -44,6 +44,20 @@ def test_the_manifest_tells_the_end_of_documents(tmp_path: Path, capsys: pytest.
     assert row["cu_seqlens"] == [0, end + 1, 8]
 
 
+def test_raw_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, tokenizer = tmp_path / "rows.jsonl", load_tokenizer(TOKENIZER)
+    source.write_text('{"body": "one two"}\n{"body": "three four five six seven eight nine ten eleven"}\n')
+    prepare(PrepareSettings((str(source),), str(tmp_path / "o"), keys=("body",), append_eod=True), tokenizer)
+    common = ["--seq-length", "8", "--count", "2", "--tokenizer-name-or-path", str(TOKENIZER), *FLAGS]
+    raw = ["--data-path", str(source), "--json-key", "body", "--data-cache-path", str(tmp_path / "cache")]
+    expected = printed(capsys, "--data-path", str(tmp_path / "o_body_document"), *common)
+    assert printed(capsys, *raw, *common) == expected
+    # It stays for the training that comes next; the indices do not.
+    (folder,) = (tmp_path / "cache").iterdir()
+    (made,) = folder.iterdir()
+    assert sorted(path.suffix for path in made.iterdir()) == [".bin", ".idx", ".json", ".json"]
+
+
 def test_errors_have_no_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prefix = write_documents(tmp_path / "d", numbered_documents([8], EOD))
     assert main(["--data-path", prefix, "--seq-length", "8", "--count", "1"]) == 1
