@@ -99,12 +99,14 @@ def _add_tokens(tokenizer: FastTokenizer, settings: dict[str, object], added: di
     for number, token in decoder.items():
         flags = {key: bool(token.get(key)) for key in ("lstrip", "rstrip", "single_word", "normalized", "special")}
         tokens[int(number)] = AddedToken(str(token["content"]), **flags)
-    if not tokens:
-        tokens = {-1: AddedToken(END_OF_TEXT, special=True)}
-    tokenizer.backend.add_tokens([tokens[number] for number in sorted(tokens)])  # pyright: ignore[reportUnknownMemberType]
+    ordered = [tokens[number] for number in sorted(tokens)]
+    if all(token.content != END_OF_TEXT for token in ordered):
+        # Both classes have it as the token of unknown text, if nothing else.
+        ordered.append(AddedToken(END_OF_TEXT, special=True))
+    tokenizer.backend.add_tokens(ordered)  # pyright: ignore[reportUnknownMemberType]
     for number, token in tokens.items():
         found = tokenizer.backend.token_to_id(token.content)
-        if number not in (-1, found):
+        if number != found:
             raise DataError(
                 "An added token cannot have its id: the ids before it are not all given.",
                 got=f"{tokenizer.path}: {token.content} is {number}, and would be {found}",

@@ -15,24 +15,7 @@ from mindspeed_llm.config.tokenizer import TokenizerConfig
 from mindspeed_llm.data.tokenizer import NullTokenizer, build_tokenizer, load_tokenizer
 from mindspeed_llm.errors import DataError
 from tests.unit.data.corpus import QUICKSTART, TOKENIZER
-
-ODD_TEXTS = [
-    "",
-    " ",
-    "\n\n",
-    "a  b",
-    "naïve café",
-    "\u00e9 e\u0301",
-    "日詩\n宋太祖",
-    "🙂",
-    "<|endoftext|>x<|pad|>",
-    "1234 5",
-]
-
-
-def shipped_texts() -> list[str]:
-    rows = (QUICKSTART / "text" / "valid.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(row)["text"] for row in rows]
+from tests.unit.data.odd_texts import ODD_TEXTS, shipped_texts
 
 
 def with_bos(folder: Path) -> Path:
