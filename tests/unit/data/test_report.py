@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -43,19 +43,8 @@ class Words:
     """A tokenizer of whole words, some of them hostile."""
 
     eod = 0
-    special_ids = {"eos_token": 0, "unk_token": 1}  # noqa: RUF012
-    texts = (
-        "<eos>",
-        "<unk>",
-        "<script>alert('x')</script>",
-        ' onload="x',
-        "&amp;",
-        "\u202e",
-        "中文",
-        "\n",
-        "\ufffd",
-        "",
-    )
+    special_ids = {"eos_token": 0, "unk_token": 1, "<b>role": 2}  # noqa: RUF012
+    texts = ("<eos>", "<unk>", SCRIPT, ' onload="x', "&amp;", "\u202e", "中文", "\n", "\ufffd", "")
 
     @property
     def vocab_size(self) -> int:
@@ -126,9 +115,12 @@ def naive(documents: Documents) -> dict[str, Any]:
         "extra_tokens": sum((len(members) - 1) * len(ids) for members, ids in equal),
         "groups": sorted(((-len(members), members[0], len(ids)) for members, ids in equal)),
         "top": sorted(((token, count) for token, count in tokens.items()), key=lambda item: (-item[1], item[0])),
+        "covering_99": next(
+            (number for number in range(1, len(tokens) + 1)
+             if 100 * sum(count for _, count in tokens.most_common(number)) >= 99 * total), 0),
         "ended": sum(document[-1:] == [EOD] for document in documents),
         "alone": sum(document == [EOD] for document in documents),
-    }
+    }  # fmt: skip
 
 
 def check(found: DatasetStatistics, documents: Documents) -> None:
@@ -147,6 +139,7 @@ def check(found: DatasetStatistics, documents: Documents) -> None:
     assert top == expected["top"][:30]
     assert sum(token.share for token in found.vocabulary.top) == pytest.approx(1.0 if found.tokens else 0.0)
     assert found.vocabulary.unused == SIZE + 1 - len(expected["top"])
+    assert found.vocabulary.covering_99 == expected["covering_99"]
     end = found.end_of_document
     assert end is not None
     occurrences = dict(expected["top"]).get(EOD, 0)
@@ -242,7 +235,9 @@ def test_the_page_shows_the_numbers_of_the_json(tmp_path: Path) -> None:
     # The page leaves out no figure of these; the rest are shares, which it writes as percentages.
     for part in (data["lengths"], data["histogram"]["documents"], data["histogram"]["tokens"], data["bytes_per_token"],
                  [token["count"] for token in data["vocabulary"]["top"]], numbers["rows"], data["documents"],
-                 data["tokens"], [group["first"] for group in data["duplicates"]["largest"]]):  # fmt: skip
+                 data["tokens"], [data["duplicates"][name] for name in ("documents", "tokens", "groups")],
+                 [data["vocabulary"][name] for name in ("used", "unused", "unknown")],
+                 [group["first"] for group in data["duplicates"]["largest"]]):  # fmt: skip
         expected.clear()
         collect(part)
         assert expected <= shown
@@ -253,6 +248,7 @@ def test_the_page_shows_the_numbers_of_the_json(tmp_path: Path) -> None:
         assert finding["what"] in page.text
 
 
+@pytest.mark.filterwarnings("error")  # matplotlib warns of a character that its font does not have
 def test_text_from_the_data_is_only_text(tmp_path: Path) -> None:
     evil = "<img src=x onerror=alert(1)>"
     prefix = write_documents(tmp_path / "data", [[2, 3, 4, 5, 6, 7, 8, 9, 1, 0]] * 3)
@@ -261,16 +257,8 @@ def test_text_from_the_data_is_only_text(tmp_path: Path) -> None:
     assert "script" not in tags
     assert [attributes["src"] for tag, attributes in page.tags if tag == "img" and "onerror" in attributes] == []
     assert sum(tag == "img" for tag, _ in page.tags) == 2
-    for text in (
-        evil,
-        "<script>alert('x')</script>",
-        ' onload="x',
-        "&amp;",
-        "中文",
-        "U+202E",
-        "↵",
-        "part of a character",
-    ):
+    unseen = ("U+202E", "↵", "part of a character")
+    for text in (evil, SCRIPT, "<b>role", ' onload="x', "&amp;", "中文", *unseen):
         assert text.replace(" ", "") in page.text.replace(" ", "").replace("␣", "")
     assert "\u202e" not in page.text
 
@@ -304,6 +292,24 @@ def test_chinese_is_readable_and_a_cut_character_is_not_shown(tmp_path: Path) ->
     assert excerpt in page.text
     token = numbers["datasets"]["text"]["vocabulary"]["top"][0]
     assert token["text"] == tokenizer.decode([token["id"]])
+
+
+def test_an_excerpt_does_not_end_in_half_a_character(tmp_path: Path) -> None:
+    found = measure(write_documents(tmp_path / "data", [[6] * 95 + [8] * 9] * 2), Words())
+    assert found.duplicates.largest[0].excerpt == "中文" * 80 + " …"
+    found = measure(write_documents(tmp_path / "data", [[7] * 95 + [8] * 9] * 2), Words())
+    assert found.duplicates.largest[0].excerpt == "\n" * 95 + " …"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "short"),
+    [(999_999, "999,999"), (1_234_567, "1.23 M"), (12_345_678_901, "12.3 B"), (5 * 10**12, "5.00 T")],
+)
+def test_large_numbers_have_a_unit_and_stand_in_full(tmp_path: Path, tokens: int, short: str) -> None:
+    data = replace(measure(write_documents(tmp_path / "data", [[3, 0]]), Words()), tokens=tokens)
+    page = Page(render("data", Rows(1, {}, 0), {"text": data}, (), {"text": (PNG, PNG)}))
+    assert (str(tokens), short) in page.values
+    assert f"{tokens:,}" in page.text
 
 
 def test_a_space_that_a_tokenizer_drops_at_the_start_is_shown(tmp_path: Path) -> None:
