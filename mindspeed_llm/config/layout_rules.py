@@ -261,13 +261,15 @@ def vocabulary_fits(cfg: RunConfig) -> Iterator[ConfigError]:
 
 
 def planned_parallelism_is_off(cfg: RunConfig) -> Iterator[ConfigError]:
-    """Context and expert parallelism are still to come; recipes carry their sizes as 1."""
-    t = cfg.transformer
+    """Context and expert parallelism and others are still to come; recipes carry their sizes as 1."""
+    t, instances = cfg.transformer, cfg.ddp.num_distributed_optimizer_instances
     for name, size, what in (
         ("--context-parallel-size", t.context_parallel_size, "context parallelism"),
         ("--expert-model-parallel-size", t.expert_model_parallel_size, "mixture of experts"),
+        ("--expert-tensor-parallel-size", t.expert_tensor_parallel_size, "mixture of experts"),
+        ("--num-distributed-optimizer-instances", instances, "the distributed features"),
     ):
-        if size != 1:
+        if size not in (None, 1):
             yield ConfigError(f"{name} is planned with {what}", got=size, allowed=1, fix=name)
 
 
@@ -287,14 +289,6 @@ def overlap_has_what_it_needs(cfg: RunConfig) -> Iterator[ConfigError]:
             got=f"--optimizer {o.optimizer}",
             allowed="adam",
             fix="leave out --use-distributed-optimizer",
-        )
-    instances, ranks = cfg.ddp.num_distributed_optimizer_instances, cfg.distributed.data_parallel_size
-    if instances != 1 and (not o.use_distributed_optimizer or instances < 1 or ranks % instances):
-        yield ConfigError(
-            "the data-parallel ranks cannot be shared equally by the instances of the distributed optimizer",
-            got=f"{instances} instances, {ranks} data-parallel ranks",
-            allowed=f"a divisor of {ranks}, with --use-distributed-optimizer",
-            fix="--num-distributed-optimizer-instances",
         )
     if t.overlap_p2p_comm_warmup_flush and not t.overlap_p2p_comm:
         yield ConfigError(

@@ -26,6 +26,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "megatron-core 0.16.1 accepts it and then does nothing with it here",
         "tp-comm-* *-tp-comm-* apply-residual-connection-post-layernorm qk-clip*",
     ),
+    ("megatron-core 0.16.1 sums residuals in the model's number format all the same", "fp32-residual-connection"),
     (
         "it needs TransformerEngine",
         """te-* fp8-* fp4-* fp8 fp4 *-fp8-* use-te-* tp-only-amax-red first-last-layers-bf16 num-layers-at-*-in-bf16

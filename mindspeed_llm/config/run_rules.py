@@ -34,7 +34,8 @@ RANGES: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
     (BELOW_ONE, lambda value: 0 <= value < 1, "from 0 to below 1"),
 )
 
-RECOMPUTED = ("core_attn", "layernorm", "mlp")
+# megatron-core's recomputation of norms calls TransformerEngine even without FP8.
+RECOMPUTED = ("core_attn", "mlp")
 
 
 def numbers_are_in_range(cfg: RunConfig) -> Iterator[ConfigError]:
@@ -159,6 +160,12 @@ def layers_are_possible(cfg: RunConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             "this cannot be recomputed", got=" ".join(unknown), allowed=" ".join(RECOMPUTED), fix="--recompute-modules"
         )
+    if "mlp" in (t.recompute_modules or ()) and t.add_bias_linear:
+        # It returns the bias beside its output, and autograd then takes the parameter for a result of the block.
+        yield ConfigError(
+            "the recomputation of mlp never ends where linear layers have biases",
+            fix="--disable-bias-linear, or another of --recompute-modules",
+        )
     if t.distribute_saved_activations and (not full or t.tensor_model_parallel_size < 2 or t.sequence_parallel):
         yield ConfigError(
             "--distribute-saved-activations shares what full recomputation saves between tensor-parallel ranks that "
@@ -181,10 +188,6 @@ def precision_is_one(cfg: RunConfig) -> Iterator[ConfigError]:
     t = cfg.transformer
     if t.bf16 and t.fp16:
         yield ConfigError("a run computes in one number format", got="--bf16 and --fp16", fix="leave one of them out")
-    if t.fp32_residual_connection and not (t.bf16 or t.fp16):
-        yield ConfigError(
-            "--fp32-residual-connection is for a model in 16 bits", fix="--bf16 or --fp16, or leave it out"
-        )
     if cfg.optimizer.loss_scale is not None and not (t.fp16 or t.bf16):
         yield ConfigError(
             "the loss is scaled only for a model in 16 bits",

@@ -22,14 +22,25 @@ def convert(spec: FieldSpec, raw: object) -> object:
     Raises:
         ConfigError: ``raw`` does not fit.
     """
-    for member in members(spec.annotation):
+    kinds = members(spec.annotation)
+    # Where a field takes one number or several, the command line gives a list of one.
+    several = any(typing.get_origin(kind) is tuple for kind in kinds)
+    single = _only_item(raw) if several else raw
+    for kind in kinds:
         try:
-            return _convert_as(member, raw, spec.option.count)
+            return _convert_as(kind, raw if typing.get_origin(kind) is tuple else single, spec.option.count)
         except (TypeError, ValueError, SyntaxError):
             continue
     raise ConfigError(
-        f"{spec.flag} does not take this value", got=repr(raw), allowed=describe(spec.annotation, spec.option.count)
+        f"{spec.flag} does not take this value",
+        got=repr(raw),
+        allowed=describe(spec.annotation, spec.option.count),
     )
+
+
+def _only_item(raw: object) -> object:
+    items = cast("list[object]", raw) if isinstance(raw, list) else []
+    return items[0] if len(items) == 1 else raw
 
 
 def to_bool(raw: object, spelling: str) -> bool:

@@ -49,7 +49,6 @@ def initialize(cfg: RunConfig) -> None:
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
         distributed_timeout_minutes=cfg.distributed.distributed_timeout_minutes,
-        num_distributed_optimizer_instances=cfg.ddp.num_distributed_optimizer_instances,
         # The second set of groups is for saves from a device whose backend cannot move CPU tensors.
         create_gloo_process_groups=device.type != "cpu",
     )

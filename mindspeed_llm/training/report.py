@@ -159,6 +159,8 @@ def log_line(cfg: RunConfig, row: Mapping[str, Any], total: int) -> str:
     line += f" learning rate: {row['learning_rate']:.6E} | global batch size: {row['global_batch_size']:5d} |"
     line += f" lm loss: {row['lm_loss']:.6E} | loss scale: {row['loss_scale']:.1f} |"
     line += f" grad norm: {row['grad_norm']:.3f} |"
+    if "num_zeros" in row:
+        line += f" num zeros: {row['num_zeros']} |"
     line += f" number of skipped iterations: {row['skipped']:3d} | number of nan iterations: {row['nan']:3d} |"
     return line
 
@@ -257,6 +259,8 @@ class Reporter:
             "mfu": None if peak is None else tflops / peak,
             "max_memory_bytes": current().max_memory_bytes(),
         }
+        if result.zeros is not None:
+            row["num_zeros"] = result.zeros
         self._losses, self._tokens, self._skipped, self._nan = [], 0, 0, 0
         self._emit(row)
         self._say(log_line(self.cfg, row, self.total))

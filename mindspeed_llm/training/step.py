@@ -32,6 +32,7 @@ class StepResult:
         weight_decay: that the step used.
         loss_scale: that the step used; 1 without fp16.
         skipped: the weights were not updated.
+        zeros: zeros in the global gradient, with ``--log-num-zeros-in-grad``.
     """
 
     loss: float
@@ -41,6 +42,7 @@ class StepResult:
     weight_decay: float
     loss_scale: float
     skipped: bool
+    zeros: int | None = None
 
 
 def _schedule(
@@ -90,7 +92,7 @@ def train_step(run: Run, objective: Objective, batches: Sequence[Iterator[Batch]
     loss_scale = float(run.optimizer.get_loss_scale().item())
     learning_rate = get_canonical_lr_for_logging(run.optimizer.param_groups) or 0.0
     weight_decay = max((group["weight_decay"] for group in run.optimizer.param_groups), default=0.0)
-    updated, grad_norm, _ = run.optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]  typed as abstract
+    updated, grad_norm, zeros = run.optimizer.step()  # pyright: ignore[reportGeneralTypeIssues]  typed as abstract
     if updated:
         data_parallel = parallel_state.get_data_parallel_world_size()
         run.scheduler.step(increment=micro_batches * get_micro_batch_size() * data_parallel)
@@ -102,6 +104,7 @@ def train_step(run: Run, objective: Objective, batches: Sequence[Iterator[Batch]
         weight_decay=weight_decay,
         loss_scale=loss_scale,
         skipped=not updated,
+        zeros=None if zeros is None else int(zeros),
     )
 
 

@@ -36,6 +36,13 @@ def test_lists_survive_as_words_and_as_one_text(numbers: list[int]) -> None:
     assert convert(kind, ",".join(map(str, numbers))) == tuple(numbers)
 
 
+def test_one_number_or_several() -> None:
+    kind = spec(int | tuple[int, ...] | None)
+    assert convert(kind, ["2"]) == convert(kind, "2") == 2
+    assert convert(kind, ["1", "0"]) == (1, 0)
+    assert convert(kind, ["[1]*2"]) == (1, 1)
+
+
 @given(st.integers(0, 5), st.integers(0, 5), st.integers(1, 5))
 def test_layer_patterns_mean_what_python_means(ones: int, zeros: int, times: int) -> None:
     text = f"([1]*{ones}+[0]*{zeros})*{times}"

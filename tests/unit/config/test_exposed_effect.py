@@ -1,0 +1,171 @@
+"""Every flag of a megatron-core field does something: off its default, a tiny run differs."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+
+from mindspeed_llm.config.exposed import EXPOSED
+from mindspeed_llm.config.option import names
+from mindspeed_llm.config.schema import FieldSpec, field_table
+from mindspeed_llm.config.values import members
+from mindspeed_llm.errors import ConfigError
+from tests.unit.config.exposed_runs import BASE, Seen, observe
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class Case(NamedTuple):
+    """How to set a field off its default, where the value does not follow from the type.
+
+    Attributes:
+        value: that the field gets.
+        beside: what it needs; the run without the field has it too.
+        without: what the run without the field has in its place.
+        world: ranks of both runs.
+    """
+
+    value: Any = None
+    beside: Mapping[str, Any] = NOTHING
+    without: Mapping[str, Any] = NOTHING
+    world: int = 1
+
+
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2, "check_for_nan_in_loss": False, "check_for_nan_in_grad": False}
+VPP2 = {**PP2, "num_layers": 4, "global_batch_size": 4, "num_virtual_stages_per_pipeline_rank": 2}
+FP16 = {"fp16": True}
+SHARDED = {"use_distributed_optimizer": True}
+OVERLAP = {**SHARDED, "overlap_grad_reduce": True}
+SELECTIVE, FULL = {"recompute_granularity": "selective"}, {"recompute_granularity": "full"}
+BLOCK = {**FULL, "recompute_method": "block"}
+
+CASES: dict[str, Case] = {
+    "tensor_model_parallel_size": Case(2, world=2),
+    "pipeline_model_parallel_size": Case(2, {k: v for k, v in PP2.items() if k.startswith("check")}, world=2),
+    "sequence_parallel": Case(True, TP2, world=2),
+    "overlap_p2p_comm": Case(True, VPP2, world=2),
+    "overlap_p2p_comm_warmup_flush": Case(True, {**VPP2, "overlap_p2p_comm": True}, world=2),
+    "microbatch_group_size_per_vp_stage": Case(4, VPP2, world=2),
+    "num_layers": Case(3),
+    "num_layers_in_first_pipeline_stage": Case(1, {**PP2, "num_layers": 4}, world=2),
+    "num_layers_in_last_pipeline_stage": Case(1, {**PP2, "num_layers": 4}, world=2),
+    # With two ranks no number of layers suits both with and without.
+    "account_for_embedding_in_pipeline_split": Case(
+        True, {**PP2, "num_layers": 3}, {"account_for_loss_in_pipeline_split": True}, world=2
+    ),
+    "account_for_loss_in_pipeline_split": Case(
+        True, {**PP2, "num_layers": 3}, {"account_for_embedding_in_pipeline_split": True}, world=2
+    ),
+    "hidden_size": Case(32),
+    "num_attention_heads": Case(2),
+    "num_query_groups": Case(2),
+    "ffn_hidden_size": Case(24),
+    "kv_channels": Case(8),
+    "add_qkv_bias": Case(True, {"add_bias_linear": False}),
+    "window_size": Case((2, 0)),
+    "window_attn_skip_freq": Case(2, {"window_size": (2, 0)}),
+    "no_rope_freq": Case(2),
+    "embedding_init_method_std": Case(0.5),
+    "bias_activation_fusion": Case(True, {"gated_linear_unit": True, "activation_func": "silu", "ffn_hidden_size": 32}),
+    "recompute_granularity": Case("selective"),
+    "recompute_method": Case("block", {**FULL, "recompute_num_layers": 1}, {"recompute_method": "uniform"}),
+    "recompute_num_layers": Case(2, BLOCK, {"recompute_num_layers": 1}),
+    "recompute_modules": Case(("mlp",), {**SELECTIVE, "add_bias_linear": False}),
+    "distribute_saved_activations": Case(
+        True, {**TP2, **FULL, "recompute_method": "uniform", "recompute_num_layers": 1}, world=2
+    ),
+    "lr": Case(2e-2),
+    "min_lr": Case(5e-3),
+    "decoupled_lr": Case(1e-3),
+    "decoupled_min_lr": Case(5e-4, {"decoupled_lr": 1e-3}),
+    "weight_decay": Case(0.5),
+    "apply_wd_to_qk_layernorm": Case(True, {"qk_layernorm": True}),
+    "loss_scale": Case(8.0, FP16),
+    "initial_loss_scale": Case(1024.0, FP16),
+    "min_loss_scale": Case(2.0**31, {**FP16, "hysteresis": 1}),
+    "loss_scale_window": Case(1, {**FP16, "initial_loss_scale": 16.0}),
+    "hysteresis": Case(1, FP16),
+    "adam_eps": Case(1e-2),
+    "decoupled_weight_decay": Case(False, {"weight_decay": 0.5}),
+    "sgd_momentum": Case(0.5, {"optimizer": "sgd"}),
+    "use_distributed_optimizer": Case(True, world=2),
+    "overlap_param_gather": Case(True, OVERLAP, world=2),
+    "grad_reduce_in_fp32": Case(True, FP16),
+    "overlap_grad_reduce": Case(True, SHARDED, world=2),
+    "align_param_gather": Case(False, {**VPP2, **OVERLAP, "overlap_param_gather": True}, world=4),
+    "check_for_nan_in_grad": Case(False, {"check_for_nan_in_loss": False, "init_method_std": 1e30}),
+    "bucket_size": Case(100, OVERLAP, world=2),
+    "pad_buckets_for_high_nccl_busbw": Case(True, OVERLAP, world=2),
+    "reduce_scatter_with_fp32_accumulation": Case(True, OVERLAP, world=2),
+    "average_in_collective": Case(True, world=2),
+}
+
+# These change when and how data travels, or only warn, and nothing that is computed: code that runs must ask for them.
+COMMUNICATION = names(
+    """overlap_p2p_comm overlap_p2p_comm_warmup_flush microbatch_group_size_per_vp_stage distribute_saved_activations
+    overlap_grad_reduce overlap_param_gather align_param_gather reduce_scatter_with_fp32_accumulation
+    average_in_collective sequence_parallel check_for_large_grads"""
+)
+
+# Values other than the default are refused by the flag's name.
+REFUSED: dict[str, Any] = {
+    "context_parallel_size": 2,
+    "expert_model_parallel_size": 2,
+    "expert_tensor_parallel_size": 2,
+    "num_distributed_optimizer_instances": 2,
+    "transformer_impl": "transformer_engine",
+}
+
+
+def off_default(spec: FieldSpec) -> Any:
+    """A value that is not the field's default, from its type."""
+    if spec.is_bool:
+        return not spec.default
+    choices = [choice for member in members(spec.annotation) for choice in typing.get_args(member)]
+    others = [choice for choice in choices if choice not in (None, spec.default)]
+    return others[0] if others else spec.default / 2
+
+
+def run_with(name: str) -> Seen:
+    """A run whose field ``name`` is off its default."""
+    case = CASES.get(name, Case())
+    value = off_default(field_table()[name]) if case.value is None else case.value
+    return observe(case.world, {**case.beside, name: value})
+
+
+def run_without(name: str) -> Seen:
+    """The same run but for that field."""
+    case = CASES.get(name, Case())
+    return observe(case.world, {**case.beside, **case.without})
+
+
+def test_two_equal_runs_do_not_differ() -> None:
+    first = observe(1, BASE)
+    again = observe(1, {**BASE, "num_workers": 1})
+    assert (first.made, first.done) == (again.made, again.done)
+
+
+@pytest.mark.parametrize("name", [name for name in EXPOSED if name not in REFUSED])
+def test_the_flag_changes_the_run(name: str) -> None:
+    given = run_with(name)
+    if name in COMMUNICATION:
+        assert name in given.read
+        return
+    without = run_without(name)
+    if CASES.get(name, Case()).world > 1:
+        # What would have travelled between ranks is no number to compare.
+        assert without.made != given.made
+    else:
+        assert (without.made, without.done) != (given.made, given.done)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_flag_is_refused_by_name(name: str) -> None:
+    assert name in EXPOSED
+    with pytest.raises(ConfigError, match=field_table()[name].flag):
+        observe(1, {name: REFUSED[name]})
