@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 
 from mindspeed_llm.config.exposed import INTERNAL
 from mindspeed_llm.config.option import names
@@ -376,6 +377,19 @@ def files_have_a_place(cfg: RunConfig) -> Iterator[ConfigError]:
         yield ConfigError("--ckpt-step names a checkpoint of --load", fix="--load DIR")
 
 
+def packages_are_installed(cfg: RunConfig) -> Iterator[ConfigError]:
+    """What a run reports to has its package, which is found before time is spent."""
+    wanted = (
+        ("--wandb-project", cfg.logging.wandb_project, "wandb"),
+        ("--tensorboard-dir", cfg.logging.tensorboard_dir, "tensorboard"),
+    )
+    for flag, value, package in wanted:
+        if value is not None and find_spec(package) is None:
+            yield ConfigError(
+                f"{flag} needs a package that is not installed", got=package, fix=f"pip install {package}"
+            )
+
+
 RUN_RULES = (
     numbers_are_in_range,
     architecture_is_known,
@@ -390,6 +404,7 @@ RUN_RULES = (
     fim_is_complete,
     tokenizer_is_complete,
     files_have_a_place,
+    packages_are_installed,
 )
 
 TRAINING_RULES = (training_is_complete,)

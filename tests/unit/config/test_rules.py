@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mindspeed_llm.config import run_rules
 from mindspeed_llm.config.resolve import Layer, from_values, resolve
 from mindspeed_llm.config.rules import PRETRAIN_RULES
 from mindspeed_llm.errors import ConfigError
@@ -241,6 +242,16 @@ def test_hccl_is_for_npus() -> None:
     assert "HCCL is the library of Ascend NPUs; this is cpu" in refused(device="cpu", distributed_backend="hccl")
     from_values({**TINY, "distributed_backend": "hccl"}, device="npu")
     from_values({**TINY, "distributed_backend": "nccl"}, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("field", "package"), [("wandb_project", "wandb"), ("tensorboard_dir", "tensorboard")], ids=["wandb", "tensorboard"]
+)
+def test_a_missing_package_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch, field: str, package: str) -> None:
+    monkeypatch.setattr(run_rules, "find_spec", {}.get)
+    assert f"pip install {package}" in refused(**{field: "x"})
+    monkeypatch.setattr(run_rules, "find_spec", {package: object()}.get)
+    resolve([Layer("python", {**TINY, field: "x"})], rules=PRETRAIN_RULES)
 
 
 def test_a_run_of_no_steps_needs_neither_data_nor_learning_rate() -> None:
