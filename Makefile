@@ -26,7 +26,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_AR
 STARTED := $(shell date +%s)
 NATIVE := $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: help venv build check test bench quickstart parity clean
+.PHONY: help venv build check test material bench quickstart parity clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
@@ -67,6 +67,9 @@ check: $(BUILT) $(TEST) $(CHECK) ## lint, format, types, import layers, spelling
 
 test: $(BUILT) $(TEST) ## every test; out/test-report.json
 	@$(BIN)/python -m pytest --report=out/test-report.json
+
+material: $(CREATED) ## real tokenizers and texts for tests and bench, by npm and apt-get; .cache/material/
+	@$(BIN)/python -m tests.get_material
 
 bench: $(BUILT) $(TEST) ## measurements against references; ONLY=name for one
 	@$(BIN)/python -m tests.bench $(if $(ONLY),--only $(ONLY))

@@ -2,6 +2,7 @@
 
 Tests are counted in areas with budgets. A skip that ``tests/skips.txt`` does not list with a reason fails the run. Of
 the tests marked ``slow`` one shard runs each time, chosen by the number of commits, so that a run can be repeated.
+Tests on real material run where ``make material`` has fetched it; how many of them did is printed.
 """
 
 from __future__ import annotations
@@ -71,6 +72,13 @@ def area_of(item: pytest.Item) -> str:
     return FOLDERS[max(matches, key=len)] if matches else "unit"
 
 
+def missing_material(item: pytest.Item) -> list[str]:
+    """What the ``material`` marks of a test name and ``.cache/material/`` lacks."""
+    folder = ROOT / ".cache" / "material"
+    named = [name for mark in item.iter_markers("material") for name in mark.args]
+    return [name for name in named if not (folder / name).exists()]
+
+
 def listed_skips(text: str) -> list[tuple[str, str]]:
     """``(pattern of test ids, reason)`` for each line ``pattern: reason`` of ``tests/skips.txt``."""
     listed: list[tuple[str, str]] = []
@@ -124,10 +132,14 @@ class SessionReport:
         marked = [item for item in items if item.get_closest_marker("material") is not None]
         if not marked:
             return items, []
-        present = (ROOT / ".cache" / "material").is_dir()
-        self.notes.append(f"tests on real material: {len(marked) if present else 0} of {len(marked)} ran")
-        left_out = [] if present else marked
-        return [item for item in items if item not in left_out], left_out
+        missing = {item.nodeid: missing_material(item) for item in marked}
+        left_out = [item for item in marked if missing[item.nodeid]]
+        note = f"tests on real material: {len(marked) - len(left_out)} of {len(marked)} ran"
+        if left_out:
+            names = sorted({name for item in left_out for name in missing[item.nodeid]})
+            note += f"; make material fetches what the others need: {', '.join(names)}"
+        self.notes.append(note)
+        return [item for item in items if not missing.get(item.nodeid)], left_out
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         area = self.areas[self.area_by_test[report.nodeid]]

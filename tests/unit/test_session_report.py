@@ -18,7 +18,7 @@ def session(folder: Path, tests: str, *options: str) -> subprocess.CompletedProc
     (folder / "conftest.py").write_text(CONFTEST)
     (folder / "test_sample.py").write_text(f"import pytest\n{tests}")
     (folder / "pytest.ini").write_text(
-        "[pytest]\nmarkers =\n    slow\n    material\n    area(name)\npythonpath = " + str(ROOT)
+        "[pytest]\nmarkers =\n    slow\n    material(paths)\n    area(name)\npythonpath = " + str(ROOT)
     )
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(folder), *options]
     return subprocess.run([*command, str(folder)], cwd=folder, capture_output=True, text=True, timeout=100)
@@ -62,3 +62,15 @@ def test_a_listed_skip_needs_a_reason() -> None:
     assert not is_listed("tests/a.py::test_b[cpu]", listed)
     with pytest.raises(pytest.UsageError, match=r"skips\.txt:1"):
         listed_skips("tests/a.py::test_b\n")
+
+
+def test_tests_without_their_material_are_counted_and_named(tmp_path: Path) -> None:
+    tests = (
+        "pytestmark = pytest.mark.material('nowhere/a')\n"
+        "def test_a(): pass\n@pytest.mark.material('nowhere/b')\ndef test_b(): pass\n"
+    )
+    done = session(tmp_path, f"{tests}")
+    assert "tests on real material: 0 of 2 ran; make material fetches what the others need: nowhere/a, nowhere/b" in (
+        done.stdout
+    )
+    assert "2 deselected" in done.stdout

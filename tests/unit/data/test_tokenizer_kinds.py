@@ -236,9 +236,8 @@ def test_gpt2_ids_are_transformers_and_with_the_vocabulary_as_ranks_tiktokens(gp
     assert (ours.vocab_size, ours.eod) == (len(theirs), theirs.eos_token_id)
     assert ours.decode(ours.encode(TEXTS[0])) == TEXTS[0]
     spelled = {symbol: bytes([value]) for value, symbol in bytes_to_unicode().items()}
-    ranks = {
-        b"".join(map(spelled.get, token)): rank for token, rank in json.loads(Path(vocab_file).read_text()).items()
-    }
+    vocab: dict[str, int] = json.loads(Path(vocab_file).read_text())
+    ranks = {b"".join([spelled[symbol] for symbol in token]): rank for token, rank in vocab.items()}
     special = {"<|endoftext|>": ranks.pop(b"<|endoftext|>")}
     library = tiktoken.Encoding("x", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special)
     assert_ids(ours, [library.encode(text, allowed_special="all") for text in TEXTS])
