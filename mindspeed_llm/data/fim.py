@@ -14,6 +14,7 @@ A document is cut in three at two random characters, and becomes ``<prefix> A <s
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -114,8 +115,8 @@ def sample_random(seed: int, source: str, split: str, number: int) -> np.random.
         split: train, valid or test.
         number: of the sample within its dataset.
     """
-    words = [seed, number, *f"{split}:{source}".encode()]
-    return np.random.RandomState(np.random.MT19937(np.random.SeedSequence(words)))
+    digest = hashlib.sha256(f"{seed} {number} {split} {source}".encode()).digest()
+    return np.random.RandomState(np.frombuffer(digest, dtype="<u4"))
 
 
 def build_fim(data: DataConfig, tokenizer: Tokenizer) -> FillInTheMiddle | None:
