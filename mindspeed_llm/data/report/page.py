@@ -187,9 +187,9 @@ def _duplicates(found: Duplicates) -> str:
     if not found.groups:
         return "<section><h3>Exact duplicates</h3><p>No document has the same ids as an earlier one.</p></section>"
     text = (
-        f"<p>{_number(found.documents)} documents ({percent(found.share)}) have the same ids as an earlier one; they "
-        f"hold {_number(found.tokens)} tokens ({percent(found.token_share)}). Equal documents form "
-        f"{_number(found.groups)} groups; the largest:</p>"
+        f"<p>Documents with the same ids as an earlier one: {_number(found.documents)} ({percent(found.share)}). "
+        f"Tokens in them: {_number(found.tokens)} ({percent(found.token_share)}). "
+        f"Groups of equal documents: {_number(found.groups)}, the largest first:</p>"
     )
     table = _table(
         ("#documents", "#first", "#tokens each", "begins with"),

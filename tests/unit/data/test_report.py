@@ -244,6 +244,7 @@ def test_the_page_shows_the_numbers_of_the_json(tmp_path: Path) -> None:
     for value, text in page.values:
         unit = 100 if text.endswith("%") else 1
         assert float(re.sub("[, %]", "", text)) == pytest.approx(float(value) * unit, abs=0.051)
+    assert "earlier one: 1 (25.0 %). Tokens in them: 4 (0.26 %). Groups of equal documents: 1," in page.text
     for finding in numbers["findings"]:
         assert finding["what"] in page.text
 
