@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import multiprocessing
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +26,6 @@ from mindspeed_llm.data.prepare import PrepareResult, PrepareSettings, prepare
 from mindspeed_llm.data.raw import PIECE, RawSettings, is_raw, prepared_prefix
 from mindspeed_llm.data.tokenizer import NullTokenizer, TextTokenizer, load_tokenizer
 from mindspeed_llm.errors import DataError
-from tests.fixtures import tokenizer_folder
 from tests.unit.data.corpus import TOKENIZER, run_config, write_documents
 
 FORK = multiprocessing.get_context("fork")
@@ -139,6 +142,20 @@ def test_a_folder_of_files(tmp_path: Path, tokenizer: TextTokenizer, source: Pat
     assert prepared_prefix(str(folder), tokenizer, SETTINGS, PACE) == prefix
 
 
+def test_a_compressed_file(source: Path, tokenizer: TextTokenizer) -> None:
+    packed = source.with_name("rows.jsonl.gz")
+    packed.write_bytes(gzip.compress(source.read_bytes()))
+    prefix = prepared_prefix(str(packed), tokenizer, SETTINGS, PACE)
+    assert content(prefix) == content(prepared_prefix(str(source), tokenizer, SETTINGS, PACE))
+
+
+def test_it_needs_no_torch() -> None:
+    code = (
+        "import sys, mindspeed_llm.data.raw; sys.exit(bool({'torch', 'transformers', 'megatron'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 # ------------------------------------------------------------------------------------------------------------ the key
 
 
@@ -150,6 +167,16 @@ def test_a_second_start_prepares_nothing(
     assert len(preparations) == 1
 
 
+def one_merge_less(folder: Path) -> TextTokenizer:
+    """The same vocabulary and end of document, other ids for some texts."""
+    shutil.copytree(TOKENIZER, folder)
+    file = folder / "tokenizer.json"
+    parts = json.loads(file.read_text())
+    parts["model"]["merges"].pop()
+    file.write_text(json.dumps(parts))
+    return load_tokenizer(folder)
+
+
 def test_what_decides_the_key(source: Path, tokenizer: TextTokenizer, preparations: list[PrepareSettings]) -> None:
     def key(by: TextTokenizer = tokenizer, **settings: Any) -> str:
         return prepared_prefix(str(source), by, replace(SETTINGS, **settings), PACE)
@@ -158,7 +185,7 @@ def test_what_decides_the_key(source: Path, tokenizer: TextTokenizer, preparatio
     rows = source.read_text()
     source.write_text(rows.replace('"text"', '"body"').replace("\n", " \n") + rows)
     at_time(source, 10**18)
-    keys = [key(), key(load_tokenizer(tokenizer_folder())), key(key="body")]
+    keys = [key(), key(one_merge_less(source.parent / "tokenizer")), key(key="body")]
     at_time(source, 10**18 + 1)
     keys.append(key())
     # The same size and time, another letter.
