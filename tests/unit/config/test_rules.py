@@ -249,9 +249,10 @@ def test_hccl_is_for_npus() -> None:
 )
 def test_a_missing_package_is_named_before_the_run(monkeypatch: pytest.MonkeyPatch, field: str, package: str) -> None:
     monkeypatch.setattr(run_rules, "find_spec", {}.get)
-    assert f"pip install {package}" in refused(**{field: "x"})
+    given: dict[str, Any] = {field: "x"}
+    assert f"pip install {package}" in refused(**given)
     monkeypatch.setattr(run_rules, "find_spec", {package: object()}.get)
-    resolve([Layer("python", {**TINY, field: "x"})], rules=PRETRAIN_RULES)
+    resolve([Layer("python", {**TINY, **given})], rules=PRETRAIN_RULES)
 
 
 def test_a_run_of_no_steps_needs_neither_data_nor_learning_rate() -> None:

@@ -46,7 +46,7 @@ def documents(prefix: Path | str, name: str = "text_document") -> list[list[int]
     dataset = IndexedDataset(f"{prefix}_{name}")
     bounds = dataset.document_indices
     return [
-        [int(token) for number in range(first, last) for token in dataset[number]]
+        [token for number in range(first, last) for token in np.asarray(dataset[number]).tolist()]
         for first, last in pairwise(bounds)
     ]
 
@@ -93,7 +93,7 @@ def test_kept_newlines_lose_no_character_between_sentences(tmp_path: Path, punkt
     source.write_text(json.dumps({"text": text}))
     assert run(tmp_path / "o", "--split-sentences", "--keep-newlines", source=source) == 0
     dataset, tokenizer = IndexedDataset(str(tmp_path / "o_text_sentence")), load_tokenizer(TOKENIZER)
-    pieces = [tokenizer.decode(dataset[number].tolist()) for number in range(len(dataset))]
+    pieces = [tokenizer.decode(np.asarray(dataset[number]).tolist()) for number in range(len(dataset))]
     assert len(pieces) > 2
     assert "".join(pieces) == text
 
