@@ -21,7 +21,7 @@ def parquet_parts(
     path: str, size: int, keys: Sequence[str] | None, span: tuple[int, int], block_bytes: int
 ) -> Iterator[Part]:
     """Read the row groups that begin within ``span``, where each stands for as many bytes of the file as any other."""
-    _import_arrow(path)
+    pool = _import_arrow(path).default_memory_pool()
     import pyarrow.parquet as parquet
 
     # Without buffering ahead: pyarrow would read row groups whole, and often a file is one row group.
@@ -35,7 +35,11 @@ def parquet_parts(
                 rows, done = _chunk_rows(group.num_rows, group.total_byte_size, block_bytes), 0
                 for batch in file.iter_batches(rows, row_groups=[index], columns=names, use_threads=False):
                     first_row, done = row + done, done + batch.num_rows
-                    yield first_row, begin + (end - begin) * done // group.num_rows, _cells(batch, names)
+                    cells = _cells(batch, names)
+                    del batch
+                    # Else the allocator keeps ever more pages that are nearly empty.
+                    pool.release_unused()
+                    yield first_row, begin + (end - begin) * done // group.num_rows, cells
             row += group.num_rows
 
 
@@ -53,10 +57,9 @@ def arrow_parts(
             if span[0] <= 0 < span[1]:
                 yield from _arrow_stream_parts(arrow.ipc.open_stream(source), path, source.tell, keys, block_bytes)
             return
-        schema = arrow.ipc.open_file(source).schema
-        names = wanted_columns(path, _columns(schema), keys)
-        options = arrow.ipc.IpcReadOptions(included_fields=[schema.get_field_index(name) for name in names])
-        file = arrow.ipc.open_file(source, options=options)
+        # Not with its option to read some fields only: that copies them, where a mapped batch takes no memory.
+        file = arrow.ipc.open_file(source)
+        names = wanted_columns(path, _columns(file.schema), keys)
         count, row = file.num_record_batches, 1
         for index in range(count):
             begin = size * index // count
@@ -110,6 +113,7 @@ def _cells(batch: Any, names: list[str]) -> Cells:
     import pyarrow as arrow
 
     columns: dict[str, list[bytes | None]] = {}
+    batch.validate()
     for name in names:
         # As bytes: Arrow does not check that text is UTF-8, and one bad cell must not spoil the others.
         column = batch.column(name).cast(arrow.large_binary())
@@ -124,7 +128,7 @@ def _arrow_errors(path: str) -> Generator[None]:
     arrow = _import_arrow(path)
     try:
         yield
-    except (arrow.ArrowException, OSError) as error:
+    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise DataError(
             "A table is damaged or cannot be read.", got=f"{path}: {reason}", fix="fetch it again"

@@ -18,7 +18,7 @@ BOM = b"\xef\xbb\xbf"
 _Value = TypeVar("_Value")
 
 _BUFFER = 1 << 16
-_ZSTD_STEP = 2048
+_ZSTD_STEP = 1024
 """Compressed bytes that are fed at once. Some twenty of them can be a block of 128 KiB, where text repeats itself."""
 
 

@@ -23,6 +23,8 @@ except ImportError:
 
 MAX_DEPTH = 500
 """Levels of nesting in a row. Either reader has a limit of its own, orjson's fixed, Python's that of the stack."""
+_NESTING = {dict, list}
+_TOO_DEEP = "broken JSON: nested too deeply"
 
 
 @dataclass(frozen=True)
@@ -153,10 +155,12 @@ def _json_row(raw: bytes, keys: list[str]) -> list[str] | str:
     except ValueError as error:
         return f"broken JSON: {error}" if raw.strip() else "blank line"
     except RecursionError:
-        return "broken JSON: nested too deeply"
+        return _TOO_DEEP
     if type(value) is not dict:
         return f"not a JSON object but {_json_type(value)}"
     fields = cast("dict[str, object]", value)
+    if not _NESTING.isdisjoint(map(type, fields.values())) and _depth(raw) > MAX_DEPTH:
+        return _TOO_DEEP
     row: list[str] = []
     for key in keys:
         text = fields.get(key)
@@ -171,8 +175,6 @@ def _json_row(raw: bytes, keys: list[str]) -> list[str] | str:
 
 
 def _load_json(raw: bytes) -> Any:
-    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _depth(raw) > MAX_DEPTH:
-        raise RecursionError
     if orjson is not None:
         try:
             return orjson.loads(raw)
@@ -184,8 +186,10 @@ def _load_json(raw: bytes) -> Any:
 
 
 def _depth(raw: bytes) -> int:
-    """Levels of nesting in a row of valid JSON."""
+    """Levels of nesting in a row of valid JSON, or anything less than :data:`MAX_DEPTH`."""
     depth = deepest = 0
+    if raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH:
+        return depth
     for token in TOKENS.finditer(raw):
         mark = token[0]
         if mark in b"[{":
