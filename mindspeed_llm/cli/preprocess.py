@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from mindspeed_llm.cli.flags import add_section, read_section
 from mindspeed_llm.config.tokenizer import TokenizerConfig
@@ -21,6 +21,7 @@ from mindspeed_llm.data.bad_rows import SKIP, STOP
 from mindspeed_llm.data.merge import merge_groups, merge_shards
 from mindspeed_llm.data.prepare import PrepareResult, PrepareSettings, prepare
 from mindspeed_llm.data.ray_job import prepare_on_ray
+from mindspeed_llm.data.report import require_matplotlib, write_report
 from mindspeed_llm.data.tokenizer import Tokenizer, build_tokenizer
 from mindspeed_llm.errors import ConfigError, SuiteError
 
@@ -127,13 +128,15 @@ def build_parser() -> argparse.ArgumentParser:
 
     add_section(parser, "tokenizer")
     parser.add_argument("--vocab-size", type=_at_least(1), metavar="N", help="of the NullTokenizer")
+    _add_without_effect(parser)
+    return parser
+
+
+def _add_without_effect(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("accepted without effect")
     for flag, (takes, reason) in NO_EFFECT.items():
-        if takes:
-            group.add_argument(flag, metavar="VALUE", help=f"No effect: {reason}.")
-        else:
-            group.add_argument(flag, action="store_true", help=f"No effect: {reason}.")
-    return parser
+        form: dict[str, Any] = {"metavar": "VALUE"} if takes else {"action": "store_true"}
+        group.add_argument(flag, help=f"No effect: {reason}.", **form)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -196,6 +199,8 @@ def run(arguments: argparse.Namespace) -> None:
     for flag, (_, reason) in NO_EFFECT.items():
         if getattr(arguments, flag[2:].replace("-", "_")) not in (None, False):
             sys.stderr.write(f"{flag} has no effect here: {reason}\n")
+    if arguments.report:
+        require_matplotlib()
     if arguments.merge_group_keys:
         for prefix, index in merge_groups(
             arguments.input[0], arguments.merge_group_keys, arguments.output_prefix
@@ -247,8 +252,6 @@ def _show(result: PrepareResult) -> None:
 
 
 def _report(result: PrepareResult, output: str, tokenizer: Tokenizer) -> None:
-    from mindspeed_llm.data.report import write_report
-
     page = write_report(
         result.prefixes,
         tokenizer,

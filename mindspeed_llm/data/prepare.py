@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mindspeed_llm import __version__
@@ -107,16 +107,7 @@ def prepare(settings: PrepareSettings, tokenizer: Tokenizer) -> PrepareResult:
             another process prepares the same datasets.
     """
     files = resolve_inputs(settings.inputs)
-    splitter = None
-    if settings.split_sentences:
-        splitter = sentence_splitter(settings.lang, keep_newlines=settings.keep_newlines)
-    encoder = BlockEncoder(
-        tokenizer,
-        settings.keys,
-        append_eod=settings.append_eod,
-        pad_to_multiple_of=settings.pad_to_multiple_of,
-        splitter=splitter,
-    )
+    encoder = _encoder(settings, tokenizer)
     _make_parent(settings.output_prefix)
     prefixes = {key: dataset_prefix(settings.prefix, key, settings.level) for key in settings.keys}
     text_bytes = dict.fromkeys(settings.keys, 0)
@@ -141,35 +132,45 @@ def prepare(settings: PrepareSettings, tokenizer: Tokenizer) -> PrepareResult:
                 allowed=f"text under {', '.join(map(repr, settings.keys))}",
                 fix="--json-keys, or mend the input",
             )
+        common = Manifest(
+            tool=f"mindspeed_llm {__version__}",
+            key="",
+            tokenizer=tokenizer.path,
+            tokenizer_hash=tokenizer.hash,
+            vocab_size=tokenizer.vocab_size,
+            eod=tokenizer.special_ids.get("eos_token"),
+            append_eod=settings.append_eod,
+            dtype=encoder.dtype.name,
+            documents=documents,
+            tokens=0,
+            bad_rows=bad_rows.count,
+            sources=tuple(Source(file.path, file.bytes) for file in files),
+            pad_to_multiple_of=settings.pad_to_multiple_of,
+            split_sentences=settings.split_sentences,
+            shard=settings.shard,
+        )
         for prefix in prefixes.values():
             # From here on the keys of an earlier preparation are gone, so that nobody reads old and new ones together.
             idx_path(prefix).unlink(missing_ok=True)
         bad_path = bad_rows.commit()
         for key, writer in zip(settings.keys, writers, strict=True):
-            commit_dataset(
-                writer,
-                Manifest(
-                    tool=f"mindspeed_llm {__version__}",
-                    key=key,
-                    tokenizer=tokenizer.path,
-                    tokenizer_hash=tokenizer.hash,
-                    vocab_size=tokenizer.vocab_size,
-                    eod=tokenizer.special_ids.get("eos_token"),
-                    append_eod=settings.append_eod,
-                    dtype=encoder.dtype.name,
-                    documents=documents,
-                    tokens=writer.tokens,
-                    bad_rows=bad_rows.count,
-                    sources=tuple(Source(file.path, file.bytes) for file in files),
-                    text_bytes=text_bytes[key],
-                    pad_to_multiple_of=settings.pad_to_multiple_of,
-                    split_sentences=settings.split_sentences,
-                    shard=settings.shard,
-                ),
-            )
+            commit_dataset(writer, replace(common, key=key, tokens=writer.tokens, text_bytes=text_bytes[key]))
     tokens = {key: writer.tokens for key, writer in zip(settings.keys, writers, strict=True)}
     path = str(bad_path) if bad_path else None
     return PrepareResult(prefixes, documents, tokens, text_bytes, bad_rows.count, path, dict(bad_rows.reasons))
+
+
+def _encoder(settings: PrepareSettings, tokenizer: Tokenizer) -> BlockEncoder:
+    splitter = None
+    if settings.split_sentences:
+        splitter = sentence_splitter(settings.lang, keep_newlines=settings.keep_newlines)
+    return BlockEncoder(
+        tokenizer,
+        settings.keys,
+        append_eod=settings.append_eod,
+        pad_to_multiple_of=settings.pad_to_multiple_of,
+        splitter=splitter,
+    )
 
 
 def _make_parent(output_prefix: str) -> None:
