@@ -195,3 +195,16 @@ def derive(values: Values, given: Given) -> tuple[dict[str, Any], dict[str, str]
             if current[name] != value:
                 current[name], reasons[name] = value, derivation.why
     return current, reasons
+
+
+def remarks(values: Values) -> list[str]:
+    """What start-up says of options that are taken and, with the others of this run, change nothing."""
+    found: list[str] = []
+    if values["reset_position_ids"] and not values["reset_attention_mask"]:
+        kind = values["position_embedding_type"]
+        if kind != "learned_absolute":
+            found.append(
+                f"--reset-position-ids has no effect with --position-embedding-type {kind}: megatron-core numbers "
+                "positions itself there; --reset-attention-mask keeps documents apart"
+            )
+    return found

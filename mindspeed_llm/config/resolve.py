@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from mindspeed_llm.config.derive import derive
+from mindspeed_llm.config.derive import derive, remarks
 from mindspeed_llm.config.option import names
 from mindspeed_llm.config.rules import RULES, Rule, broken_rules
 from mindspeed_llm.config.run import SECTIONS, RunConfig
@@ -95,6 +95,7 @@ def resolve(
         if name in merged.values:
             flag = field_table()[name].flag
             said.append(f"{flag}: {values[name]} ({merged.sources[name]}) becomes {derived[name]}: {why}")
+    said += remarks(derived)
     config = assemble(derived, merged.sources | dict.fromkeys(reasons, DERIVED), tuple(said))
     errors = broken_rules(config, rules, device)
     if errors:

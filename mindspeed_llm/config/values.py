@@ -39,8 +39,10 @@ def convert(spec: FieldSpec, raw: object) -> object:
 
 
 def _only_item(raw: object) -> object:
-    items = cast("list[object]", raw) if isinstance(raw, list) else []
-    return items[0] if len(items) == 1 else raw
+    if not isinstance(raw, list):
+        return raw
+    items = cast("list[object]", raw)
+    return items[0] if len(items) == 1 else items
 
 
 def to_bool(raw: object, spelling: str) -> bool:

@@ -141,3 +141,17 @@ def test_recompute_options_without_recomputation_are_dropped_and_said() -> None:
     cfg = from_values({**TINY, "recompute_method": "block", "recompute_num_layers": 2})
     assert cfg.transformer.recompute_method is None
     assert "nothing is recomputed without --recompute-granularity" in "\n".join(cfg.notices)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"position_embedding_type": "rope"}, True),
+        ({"position_embedding_type": "rope", "reset_attention_mask": True}, False),
+        ({"position_embedding_type": "learned_absolute"}, False),
+    ],
+)
+def test_positions_that_nothing_reads_are_remarked_once(values: dict[str, Any], said: bool) -> None:
+    notices = from_values({**TINY, **values, "reset_position_ids": True}).notices
+    assert sum("--reset-position-ids has no effect" in notice for notice in notices) == said
+    assert not any("--reset-position-ids" in notice for notice in from_values({**TINY, **values}).notices)
