@@ -8,6 +8,7 @@ import sys
 import warnings
 
 from mindspeed_llm.cli.flags import parse_pretrain
+from mindspeed_llm.cli.once import tell
 from mindspeed_llm.errors import SuiteError
 from mindspeed_llm.models.registry import family_layer
 
@@ -32,6 +33,6 @@ def main(argv: list[str] | None = None) -> int:
 
         pretrain(cfg)
     except SuiteError as error:
-        sys.stderr.write(f"pretrain_gpt.py: error: {error}\n")
+        sys.stderr.write(tell("pretrain_gpt.py", str(error), os.environ))
         return error.exit_code
     return 0
