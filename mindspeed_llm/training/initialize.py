@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import functools
+import gc
+import itertools
 import logging
 import os
 import random
 import tempfile
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -39,7 +43,11 @@ def initialize(cfg: RunConfig) -> None:
         # nccl and hccl, which recipes name, mean the device's own backend; gloo is taken at its word.
         backend = "gloo" if cfg.distributed.distributed_backend == "gloo" else device.backend
         if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
+            launch = tuple(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
+            store, rank, world, runs = _meeting_point(launch)
+            store.set_timeout(timeout)
+            store = dist.PrefixStore(f"run{next(runs)}", store)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
         else:
             store = dist.FileStore(os.path.join(tempfile.mkdtemp(prefix="mindspeed_llm."), "rendezvous"), 1)
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
@@ -63,6 +71,16 @@ def initialize(cfg: RunConfig) -> None:
         training.micro_batch_size,  # pyright: ignore[reportArgumentType]
         parallel_state.get_data_parallel_world_size(),
     )
+
+
+@functools.lru_cache(maxsize=1)
+def _meeting_point(launch: tuple[str, ...]) -> tuple[dist.Store, int, int, Iterator[int]]:
+    """The launcher's store, this rank, the number of ranks, and a counter of runs.
+
+    The next run of this process meets in the same store under another prefix: there the addresses of the last one are
+    stale, and a second store could not listen on the same port.
+    """
+    return *next(dist.rendezvous("env://")), itertools.count()
 
 
 def activate_ops(cfg: RunConfig) -> None:
@@ -101,3 +119,7 @@ def finalize() -> None:
     unset_num_microbatches_calculator()
     if dist.is_initialized():
         dist.destroy_process_group()
+    # A gloo group ends its threads only when nothing refers to it any more. What hung on the optimizer's views, in C++,
+    # shows as garbage only once the optimizer is gone: hence twice.
+    gc.collect()
+    gc.collect()

@@ -34,6 +34,12 @@ def pretrain(cfg: RunConfig) -> None:
     Raises:
         SuiteError: anything that the user can mend, before time is spent wherever it can be known then.
     """
+    _pretrain(cfg)
+    # The run is gone by now, so its process groups can go too.
+    finalize()
+
+
+def _pretrain(cfg: RunConfig) -> None:
     origin = find_origin(cfg)
     check_exports(cfg)
     check_outputs(cfg)
@@ -57,7 +63,6 @@ def pretrain(cfg: RunConfig) -> None:
     kept = origin.kind == "checkpoint" and origin.folder == Path(cfg.checkpoint.save or "")
     train(run, pretraining, hooks, reporter, saved_at=origin.iteration if kept else -1)
     reporter.close()
-    finalize()
 
 
 def _set_up(cfg: RunConfig, origin: Origin) -> Run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -49,7 +50,10 @@ def _connect(cfg: RunConfig, config: SuiteTransformerConfig, chunks: list[Any], 
     one = len(chunks) == 1
     # Declared as one callable, and with interleaved chunks read as a list of them.
     callbacks: Any = config
-    config.grad_scale_func = optimizer.scale_loss
+    # The run owns the optimizer. Owned by the model's configuration too, it would close a cycle through gradient
+    # accumulators in C++, where the collector cannot look: neither model nor process groups and their threads would go.
+    owned = weakref.proxy(optimizer)
+    config.grad_scale_func = lambda loss: owned.scale_loss(loss)
     config.finalize_model_grads_func = finalize_model_grads
     if cfg.ddp.overlap_grad_reduce:
         callbacks.no_sync_func = chunks[0].no_sync if one else [chunk.no_sync for chunk in chunks]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -49,3 +50,16 @@ def train(folder: Path, out: Path) -> None:
             "lr": 1e-3,
         }
     )
+
+
+def threads_after_runs(folder: Path, layout: str, runs: int) -> list[int]:
+    """Threads of this process after each of several runs, whose variable the next one reuses."""
+    counts = []
+    for _ in range(runs):
+        tokens = token_batches(5, 328, steps=1)
+        run = api.load_hf(folder, **training_values(layout, tokens))
+        train_step(run, pretraining, [micro_batches(tokens, 1) for _ in run.chunks])
+        del run
+        api.close()
+        counts.append(len(os.listdir("/proc/self/task")))
+    return counts

@@ -283,7 +283,6 @@ class _World:
         parallel_state.destroy_model_parallel()
         # 0.16.1 forgets a dozen of its globals, one of them a process group (_INTRA_PARTIAL_..._WITH_CP).
         parallel_state.__dict__.update(self.parallel_state)
-        _break_megatron_cycles()
         num_microbatches_calculator.unset_num_microbatches_calculator()
         rerun_state_machine.destroy_rerun_state_machine()
         megatron_random._CUDA_RNG_STATE_TRACKER = None
@@ -357,19 +356,6 @@ def _gloo_threads() -> int:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             names.append(Path("/proc/self/task", task, "comm").read_text())
     return sum("gloo" in name for name in names)
-
-
-def _break_megatron_cycles() -> None:
-    """Let the collector end a model with a distributed optimizer.
-
-    Such a model holds its optimizer (``config.grad_scale_func``), which holds views of the parameters, which hold the
-    gradient accumulators in C++, where the collector cannot look; and the hooks of these hold the model.
-    """
-    from megatron.core.distributed import DistributedDataParallel
-
-    for found in gc.get_objects():
-        if isinstance(found, DistributedDataParallel):
-            found.config.grad_scale_func = None
 
 
 def _applied_patches() -> dict[int, str]:

@@ -54,6 +54,14 @@ def test_weights_stream_from_a_live_model_before_and_after_training(pool: Pool, 
         torch.testing.assert_close(after[name], tensor, rtol=0, atol=5e-5)  # of two steps of 1e-3
 
 
+def test_runs_in_one_process_leave_no_threads_behind(pool: Pool) -> None:
+    for layout in ("dp2+dist+reduce+gather", "pp2+vpp2"):
+        target = f"{CASES}:threads_after_runs"
+        results = pool.run(target, 2, process_group=False, folder=hf_folder("q25"), layout=layout, runs=4)
+        # The first run starts threads that stay: torch's own.
+        assert all(max(counts) <= counts[0] for counts in results), results
+
+
 def test_flags_that_contradict_the_weights_are_refused() -> None:
     with pytest.raises(ConfigError, match="contradicts the weights"):
         api.load_hf(hf_folder("q25"), num_layers=3)
