@@ -1,7 +1,7 @@
-"""Builds the C++ CPU kernels (``csrc/cpu``); everything else about the package is in pyproject.toml.
+"""Builds the C++ modules (``csrc/cpu``); everything else about the package is in pyproject.toml.
 
-The kernels are optional: without pybind11, or when the compiler is missing or fails, the installation goes on and the
-ops use their reference in plain torch. torch itself is not needed to build.
+They are optional: without pybind11, or when the compiler is missing or fails, the installation goes on; the ops use
+their reference in plain torch, tokenizers their library. torch itself is not needed to build.
 """
 
 from __future__ import annotations
@@ -19,25 +19,21 @@ except ImportError:
     pybind11 = None
 
 CSRC = Path("csrc")
-# Runs on any processor of the architecture: wider instruction sets are picked at run time. Without contraction into
-# fused multiply-adds every instruction set gives the same bits.
-COMPILE_FLAGS = [
-    "-std=c++17",
-    "-O3",
-    "-ffp-contract=off",
-    "-fopenmp",
-    "-fvisibility=hidden",
-    "-g0",
-    "-Wall",
-    "-Wno-maybe-uninitialized",
-]
+# Runs on any processor of the architecture: wider instruction sets are picked at run time.
+COMPILE_FLAGS = ["-std=c++17", "-O3", "-fvisibility=hidden", "-g0", "-Wall", "-Wno-maybe-uninitialized"]
+# Without contraction into fused multiply-adds every instruction set gives the same bits.
+KERNEL_FLAGS = [*COMPILE_FLAGS, "-ffp-contract=off", "-fopenmp"]
+# The module of tokenizers needs no OpenMP: it is loaded where torch is not.
+BYTE_BPE_SOURCES = sorted(str(path) for path in (CSRC / "cpu").glob("byte_bpe*.cpp"))
+KERNEL_SOURCES = sorted({str(path) for path in (CSRC / "cpu").glob("*.cpp")} - set(BYTE_BPE_SOURCES))
 
 
 def warn_unbuilt(cause: object) -> None:
     """Says that the installation goes on without the C++ kernels, and why."""
     logging.getLogger("mindspeed_llm.setup").warning(
         "\nWARNING: the C++ CPU kernels were not built: %s\n"
-        "         The installation goes on; ops fall back on their reference in plain torch, which is slower.\n"
+        "         The installation goes on; ops fall back on their reference in plain torch and byte-level tokenizers\n"
+        "         on their library, which are slower.\n"
         "         To build them: install g++ (C++17, OpenMP), then `python setup.py build_ext --inplace`.\n",
         cause,
     )
@@ -62,20 +58,25 @@ class OptionalBuildExt(build_ext):
 
 
 def extensions() -> list[Extension]:
-    """The one extension module, or none without pybind11."""
+    """The extension modules, or none without pybind11."""
     if pybind11 is None:
         warn_unbuilt("pybind11 is not installed")
         return []
+    headers = sorted(str(path) for path in [*CSRC.glob("c*/*.h"), *CSRC.glob("c*/*.inc")])
     return [
         Extension(
-            "mindspeed_llm.ops._cpu_kernels",
-            sources=sorted(str(path) for path in (CSRC / "cpu").glob("*.cpp")),
-            depends=sorted(str(path) for path in [*CSRC.glob("c*/*.h"), *CSRC.glob("c*/*.inc")]),
+            name,
+            sources=sources,
+            depends=headers,
             include_dirs=[pybind11.get_include()],
             language="c++",
-            extra_compile_args=COMPILE_FLAGS,
-            extra_link_args=["-fopenmp", "-s"],
+            extra_compile_args=flags,
+            extra_link_args=[*link_flags, "-s"],
             optional=True,
+        )
+        for name, sources, flags, link_flags in (
+            ("mindspeed_llm.ops._cpu_kernels", KERNEL_SOURCES, KERNEL_FLAGS, ["-fopenmp"]),
+            ("mindspeed_llm.data._byte_bpe", BYTE_BPE_SOURCES, COMPILE_FLAGS, []),
         )
     ]
 
