@@ -349,16 +349,24 @@ def _dataset_arguments(data: DataConfig) -> dict[str, Any]:
 
 def _per_split_from_file(path: str) -> list[Blend | None]:
     content = _read_splits(path)
-    return [_blend(content.get(name), f"{path}: {name}") for name in _SPLITS]
+    return [_blend(content[name], f"{path}: {name}") for name in _SPLITS]
 
 
 def _read_splits(path: str) -> dict[str, list[str]]:
     try:
-        return json.loads(_read_text(path))
+        content = json.loads(_read_text(path))
     except ValueError as error:
         raise DataError(
             "The file is not valid JSON.", got=f"{path}: {error}", fix="--per-split-data-args-path"
         ) from error
+    if not isinstance(content, dict) or not all(isinstance(content.get(name) or [], list) for name in _SPLITS):
+        raise DataError(
+            "The file holds no lists of data paths.",
+            got=path,
+            allowed='{"train": ["1.0", "PREFIX", ...], "valid": [...], "test": [...]}',
+            fix="--per-split-data-args-path",
+        )
+    return {name: [str(word) for word in content.get(name) or []] for name in _SPLITS}
 
 
 def _with_files_read(data: DataConfig) -> DataConfig:
@@ -367,7 +375,7 @@ def _with_files_read(data: DataConfig) -> DataConfig:
         data = replace(data, data_path=tuple(_read_text(data.data_args_path).split()), data_args_path=None)
     if data.per_split_data_args_path is not None:
         content = _read_splits(data.per_split_data_args_path)
-        paths = {f"{name}_data_path": tuple(content.get(name) or ()) or None for name in _SPLITS}
+        paths = {f"{name}_data_path": tuple(content[name]) or None for name in _SPLITS}
         data = replace(data, **paths, per_split_data_args_path=None)
     return data
 

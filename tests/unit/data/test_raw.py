@@ -377,6 +377,14 @@ def test_each_split_by_itself_and_only_what_is_read(
     assert len(tokens(cfg, tokenizer, sizes)) >= 6
 
 
+@pytest.mark.parametrize("text", ["[]", '{"train": "one word"}', "{"])
+def test_a_file_of_splits_that_is_none(tmp_path: Path, tokenizer: TextTokenizer, text: str) -> None:
+    (tmp_path / "splits.json").write_text(text)
+    cfg = run_config(per_split_data_args_path=str(tmp_path / "splits.json"), seq_length=16)
+    with pytest.raises(DataError, match=r"splits.json(.|\n)*--per-split-data-args-path"):
+        prepare_raw(cfg, tokenizer, [1, 0, 0])
+
+
 def test_words_from_a_file(tmp_path: Path, source: Path, tokenizer: TextTokenizer) -> None:
     (tmp_path / "words").write_text(f"1.0 {source}\n")
     values = {"split": "1,0,0", "seq_length": 16}
