@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from mindspeed_llm.data.byte_bpe import ByteBpe
 from mindspeed_llm.data.tokenizer.base import TextTokenizer
 from mindspeed_llm.data.tokenizer.special import special_ids
 from mindspeed_llm.errors import DataError
@@ -48,6 +52,19 @@ class FastTokenizer(TextTokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Texts -> ids of each."""
         return [encoding.ids for encoding in self.backend.encode_batch_fast(texts)]
+
+    def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """As :meth:`TextTokenizer.encode_flat`; by :mod:`mindspeed_llm.data.byte_bpe` where that knows the pipeline."""
+        quick = self._byte_bpe
+        return super().encode_flat(texts) if quick is None else quick.encode_flat(texts)
+
+    @cached_property
+    def _byte_bpe(self) -> ByteBpe | None:
+        """Built for the first corpus: a training run encodes none."""
+        return ByteBpe.from_json(json.loads(self.backend.to_str()), self.backend)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in vars(self).items() if name != "_byte_bpe"}
 
     def decode(self, ids: Sequence[int]) -> str:
         """Ids -> text, special tokens included."""

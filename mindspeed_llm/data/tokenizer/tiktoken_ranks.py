@@ -114,17 +114,29 @@ class TiktokenTokenizer(TextTokenizer):
         }
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Texts -> ids of each."""
-        return [self.encoding.encode(text, allowed_special=self._parsed, disallowed_special=()) for text in texts]
+        """Texts -> ids of each.
+
+        Raises:
+            DataError: a text has a run so long that the library gives up.
+        """
+        return [self._ids(text).tolist() for text in texts]
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """As :meth:`TextTokenizer.encode_flat`, without lists of Python numbers in between."""
-        arrays = [
-            self.encoding.encode_to_numpy(text, allowed_special=self._parsed, disallowed_special=()) for text in texts
-        ]
+        arrays = [self._ids(text) for text in texts]
         lengths = np.fromiter(map(len, arrays), dtype=np.int32, count=len(arrays))
         ids = np.concatenate(arrays) if arrays else np.empty(0)
         return ids.astype(np.int32), lengths
+
+    def _ids(self, text: str) -> np.ndarray:
+        try:
+            return self.encoding.encode_to_numpy(text, allowed_special=self._parsed, disallowed_special=())
+        except ValueError as error:
+            raise DataError(
+                "A text cannot be cut into words.",
+                got=f"{len(text)} characters that begin with {text[:40]!r}: {error}",
+                fix="leave this text out, or break up its run of white space",
+            ) from error
 
     def decode(self, ids: Sequence[int]) -> str:
         """Ids -> text, special tokens included."""

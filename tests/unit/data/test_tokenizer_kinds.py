@@ -348,6 +348,13 @@ def test_ranks_that_tiktoken_would_panic_over(tmp_path: Path) -> None:
         build("TikTokenizer", path, tiktoken_num_special_tokens=5)
 
 
+def test_a_run_that_tiktoken_gives_up_on_is_one_error(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_plain_ranks(tmp_path / "a.tiktoken"))
+    for encode in (tokenizer.encode_batch, tokenizer.encode_flat):
+        with pytest.raises(DataError, match="cannot be cut into words"):
+            encode(["a", " " * 1_000_000])
+
+
 def test_merges_without_a_class_that_says_how_text_is_cut(gpt2_folder: Path, tmp_path: Path) -> None:
     for file in ("vocab.json", "merges.txt"):
         (tmp_path / file).write_bytes((gpt2_folder / file).read_bytes())
