@@ -113,7 +113,7 @@ def _text_rows(lines: list[bytes], keys: list[str]) -> Rows:
 
 def _cell_rows(path: str, cells: Cells, keys: list[str]) -> Rows:
     check_columns(path, dict.fromkeys(cells.columns, True), keys)
-    rows = Rows([[] for _ in keys], bad=cells.bad, count=cells.count)
+    rows = Rows([[] for _ in keys], bad=list(cells.bad), count=cells.count)
     for number, row in zip(cells.numbers, zip(*(cells.columns[key] for key in keys), strict=True), strict=True):
         texts: list[str] = []
         for key, cell in zip(keys, row, strict=True):

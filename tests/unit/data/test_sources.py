@@ -113,8 +113,11 @@ def documents(
     found: list[tuple[str, int, str]] = []
     row = 1
     for block in read_blocks(inputs, shard, block_bytes, **options):
+        if shard == (0, 1) and found and found[-1][0] == block.path:
+            assert block.first_row in (None, row)
         row = block.first_row or row
         rows = read_rows(block, ["text"])
+        assert rows.bad == sorted(rows.bad)
         both = [*zip(rows.numbers, rows.texts[0], strict=True), *((n, f"bad: {why}") for n, why in rows.bad)]
         found += [(block.path, row + number, text) for number, text in sorted(both)]
         assert all(number < rows.count for number, _ in both)
@@ -311,6 +314,8 @@ def test_standard_input_is_one_of_the_inputs(tmp_path: Path, stdin: Callable[[by
     stdin(data)
     inputs = resolve_inputs([str(tmp_path / "before.jsonl"), "-", str(tmp_path / "after.jsonl")])
     assert [text for _, _, text in documents(inputs, block_bytes=500)] == ["x", *texts, "x"]
+    stdin(data)
+    assert [text for _, _, text in documents(resolve_inputs(["-"]))] == texts
 
 
 def test_what_standard_input_cannot_be(stdin: Callable[[bytes], None]) -> None:
