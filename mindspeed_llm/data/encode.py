@@ -180,6 +180,7 @@ def encode_blocks(
         for block in blocks:
             yield block, encoder.encode(block)
         return
+    encoder.tokenizer.encode_flat([])  # what the first text would have built is built before the forks, which share it
     window: deque[tuple[Block, Future[EncodedBlock]]] = deque()
     with ProcessPoolExecutor(
         workers, multiprocessing.get_context("fork"), initializer=_become_worker, initargs=(encoder, os.getpid())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 import threading
 import unicodedata
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 from mindspeed_llm.data import byte_bpe
 from mindspeed_llm.data.byte_bpe import DEEPSEEK_V3, GPT2, LLAMA3, PATTERNS, QWEN2, ByteBpe, code_point_classes
+from mindspeed_llm.data.tokenizer import load_tokenizer
 from tests.unit.data.corpus import QUICKSTART, TOKENIZER
 from tests.unit.data.odd_texts import ODD_TEXTS
 
@@ -387,6 +389,15 @@ def test_a_template_without_the_text_once_is_left_to_the_library(single: list[An
     content = json.loads(trained("llama3").to_str())
     content["post_processor"]["processors"][1]["single"] = single
     assert ByteBpe.from_json(content) is None
+
+
+def test_a_tokenizer_takes_the_quick_way_and_is_still_pickled() -> None:
+    tokenizer = load_tokenizer(TOKENIZER)
+    expected = tokenizer.encode_flat(ODD_TEXTS)
+    assert isinstance(vars(tokenizer)["_byte_bpe"], ByteBpe)
+    again = pickle.loads(pickle.dumps(tokenizer)).encode_flat(ODD_TEXTS)
+    assert [a.tolist() for a in again] == [a.tolist() for a in expected]
+    assert expected[0].tolist() == [number for row in tokenizer.encode_batch(ODD_TEXTS) for number in row]
 
 
 def test_without_the_module_there_is_no_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
