@@ -53,6 +53,13 @@ def latest_iteration(root: Path) -> int | None:
             allowed="a number",
             fix="give --ckpt-step, or write the number of a save that exists into it",
         )
+    folder = iteration_folder(root, int(text))
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"the tracker {tracker} names iteration {int(text)}, and there is no {folder}",
+            allowed=_complete_saves(root),
+            fix=f"give --ckpt-step, or write the number of a save that exists into {tracker}",
+        )
     require_save(root, int(text))
     return int(text)
 
@@ -64,12 +71,11 @@ def require_save(root: Path, iteration: int) -> Path:
         CheckpointError: it is not, or is not a checkpoint of this suite.
     """
     folder = iteration_folder(root, iteration)
-    present = sorted(path.name for path in root.glob("iter_" + 7 * "[0-9]") if (path / "metadata.json").exists())
     if not folder.is_dir():
         raise CheckpointError(
             f"there is no checkpoint of iteration {iteration} in {root}",
             got=folder.name,
-            allowed=present or "none: the folder holds no complete checkpoint",
+            allowed=_complete_saves(root),
             fix=f"give --ckpt-step, or write the number of a save that exists into {root / TRACKER}",
         )
     if not (folder / "metadata.json").exists():
@@ -80,6 +86,11 @@ def require_save(root: Path, iteration: int) -> Path:
             fix="per-rank checkpoints (mp_rank_*) are read by convert_ckpt.py",
         )
     return folder
+
+
+def _complete_saves(root: Path) -> list[str] | str:
+    present = sorted(path.name for path in root.glob("iter_" + 7 * "[0-9]") if (path / "metadata.json").exists())
+    return present or "none: the folder holds no complete checkpoint"
 
 
 def save(root: Path, iteration: int, state: dict[str, Any], metadata: dict[str, Any]) -> Path:

@@ -151,7 +151,6 @@ def parse_pretrain(
     *,
     environ: Mapping[str, str],
     family_values: FamilyValues | None = None,
-    device: str | None = None,
     prog: str = "pretrain_gpt.py",
 ) -> RunConfig:
     """The configuration of a pretraining run from its command line; prints help and leaves when asked to.
@@ -162,7 +161,6 @@ def parse_pretrain(
         family_values: answers with the layer that a model family gives, from the field values that the other
             sources gave (``load``, ``hf_config``, ``model_type_hf``, ...); its layer has the lowest precedence. It may
             raise :class:`ConfigError`.
-        device: "cpu", "cuda" or "npu", to also check what that device can do.
         prog: name shown in help and errors.
 
     Raises:
@@ -186,7 +184,7 @@ def parse_pretrain(
         family = family_values(given)
         layers = [family, *layers] if family else layers
     notices = [notice for reading in readings for notice in reading.notices]
-    return resolve(layers, world_size=world_size_of(environ), notices=notices, rules=PRETRAIN_RULES, device=device)
+    return resolve(layers, world_size=world_size_of(environ), notices=notices, rules=PRETRAIN_RULES)
 
 
 def world_size_of(environ: Mapping[str, str]) -> int:

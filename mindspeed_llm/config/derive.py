@@ -71,13 +71,13 @@ def architecture(values: Values, given: Given) -> Changes:
     """Sizes of feed-forward and heads that follow from the hidden size."""
     hidden, heads = values["hidden_size"], values["num_attention_heads"]
     changes: Changes = {}
-    if values["ffn_hidden_size"] is None:
+    if values["ffn_hidden_size"] is None and hidden > 0:
         # Megatron keeps the parameter count of a gated block near that of a plain one, in multiples of 64.
         swiglu = values["gated_linear_unit"] and values["activation_func"] == "silu"
         changes["ffn_hidden_size"] = int((4 * hidden * 2 / 3) / 64) * 64 if swiglu else 4 * hidden
     if values["kv_channels"] is None and heads > 0 and hidden % heads == 0:
         changes["kv_channels"] = hidden // heads
-    if values["num_query_groups"] is None:
+    if values["num_query_groups"] is None and heads > 0:
         changes["num_query_groups"] = 1 if values["group_query_attention"] else heads
     if values["add_bias_linear"]:
         changes["add_qkv_bias"] = True

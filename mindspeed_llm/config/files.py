@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from mindspeed_llm.config.run import SECTIONS
 from mindspeed_llm.config.spelled import Reading, as_flag, read_settings
@@ -26,7 +26,10 @@ def read_yaml(path: str) -> Reading:
     import yaml
 
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
+        compose = cast(Any, yaml.compose)  # pyright: ignore[reportUnknownMemberType]  it has no types
+        errors = _repeated_keys(compose(text, yaml.SafeLoader), path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("the configuration file cannot be read", got=f"{path}: {error}", fix="--config") from error
     except yaml.YAMLError as error:
@@ -34,7 +37,6 @@ def read_yaml(path: str) -> Reading:
     if content is not None and not isinstance(content, dict):
         raise ConfigError(f"{path} must map flags to values", got=type(content).__name__, fix="--config")
     settings: list[tuple[str, object]] = []
-    errors: list[ConfigError] = []
     for key, value in cast("dict[object, object]", content or {}).items():
         if isinstance(value, dict):
             grouped = cast("dict[object, object]", value)
@@ -48,11 +50,30 @@ def read_yaml(path: str) -> Reading:
     return reading
 
 
+def _repeated_keys(node: Any, path: str) -> list[ConfigError]:
+    """Keys that a mapping below ``node`` has twice, in any spelling; YAML itself would silently take the last."""
+    if not isinstance(getattr(node, "value", None), list):
+        return []
+    errors: list[ConfigError] = []
+    lines: dict[str, int] = {}
+    pairs: list[tuple[Any, Any]] = node.value if node.id == "mapping" else [(None, item) for item in node.value]
+    for key, value in pairs:
+        if key is not None and isinstance(key.value, str):
+            line: int = key.start_mark.line + 1
+            first = lines.setdefault(as_flag(key.value), line)
+            if first != line:
+                errors.append(ConfigError(f"{key.value} is given twice ({path})", got=f"lines {first} and {line}"))
+        errors += _repeated_keys(value, path)
+    return errors
+
+
 def read_environment(environ: Mapping[str, str]) -> Reading:
     """Settings of the variables ``MINDSPEED_LLM_<FLAG_IN_CAPS>``."""
-    settings = [
-        (as_flag(name.removeprefix(PREFIX)), value)
-        for name, value in environ.items()
-        if name.startswith(PREFIX) and name not in NOT_FLAGS
-    ]
-    return read_settings(settings, "environment")
+    reading = Reading("environment")
+    for name, value in environ.items():
+        if name.startswith(PREFIX) and name not in NOT_FLAGS:
+            one = read_settings([(as_flag(name.removeprefix(PREFIX)), value)], f"environment {name}")
+            reading.values |= one.values
+            reading.errors += one.errors
+            reading.notices += one.notices
+    return reading

@@ -53,13 +53,13 @@ class Layer:
     binding: bool = False
 
 
-def from_values(values: Mapping[str, object], *, world_size: int = 1, device: str | None = None) -> RunConfig:
+def from_values(values: Mapping[str, object], *, world_size: int = 1) -> RunConfig:
     """A configuration from flat field names, as Python code and tests give it.
 
     Raises:
         ConfigError: unknown names, values of the wrong type, or rules that do not hold; all of them together.
     """
-    return resolve([Layer("python", values)], world_size=world_size, device=device)
+    return resolve([Layer("python", values)], world_size=world_size)
 
 
 def resolve(
@@ -68,7 +68,6 @@ def resolve(
     world_size: int = 1,
     notices: Sequence[str] = (),
     rules: Sequence[Rule] = RULES,
-    device: str | None = None,
 ) -> RunConfig:
     """Merge ``layers``, lowest precedence first, derive what follows, and check the rules.
 
@@ -77,7 +76,6 @@ def resolve(
         world_size: number of processes of the run.
         notices: what start-up must say already, from reading the sources.
         rules: what must hold.
-        device: "cpu", "cuda" or "npu" to also check what that device can do.
 
     Raises:
         ConfigError: all problems of values, or else all rules that do not hold, shown together.
@@ -97,7 +95,7 @@ def resolve(
             said.append(f"{flag}: {values[name]} ({merged.sources[name]}) becomes {derived[name]}: {why}")
     said += remarks(derived)
     config = assemble(derived, merged.sources | dict.fromkeys(reasons, DERIVED), tuple(said))
-    errors = broken_rules(config, rules, device)
+    errors = broken_rules(config, rules)
     if errors:
         raise ConfigError.collect(errors)
     return config

@@ -14,19 +14,9 @@ Rule = Callable[[RunConfig], Iterator[ConfigError]]
 RULES: tuple[Rule, ...] = (*RUN_RULES, *LAYOUT_RULES)
 
 # A pretraining run also has a length, data, a learning rate. Other uses of a model need none of them.
-PRETRAIN_RULES: tuple[Rule, ...] = (*RULES, *TRAINING_RULES)
+PRETRAIN_RULES: tuple[Rule, ...] = (RULES[0], *TRAINING_RULES, *RULES[1:])
 
 
-def broken_rules(cfg: RunConfig, rules: Sequence[Rule] = RULES, device: str | None = None) -> list[ConfigError]:
-    """What is wrong with ``cfg``, from every rule that it breaks; with ``device`` also what that device cannot do."""
-    errors = [error for rule in rules for error in rule(cfg)]
-    if device is not None and device != "npu" and cfg.distributed.distributed_backend == "hccl":
-        errors.append(
-            ConfigError(
-                f"HCCL is the library of Ascend NPUs; this is {device}",
-                got="--distributed-backend hccl",
-                allowed="nccl (the device's own) or gloo",
-                fix="--distributed-backend nccl",
-            )
-        )
-    return errors
+def broken_rules(cfg: RunConfig, rules: Sequence[Rule] = RULES) -> list[ConfigError]:
+    """What is wrong with ``cfg``, from every rule that it breaks."""
+    return [error for rule in rules for error in rule(cfg)]

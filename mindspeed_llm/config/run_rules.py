@@ -232,7 +232,8 @@ def training_is_complete(cfg: RunConfig) -> Iterator[ConfigError]:
     r = cfg.training
     if r.train_iters is None and r.train_samples is None and not r.skip_train:
         yield ConfigError("the length of the run is unknown", fix="--train-iters N or --train-samples N")
-    trains = not r.skip_train and (r.train_iters or r.train_samples or 0) > 0
+    length = r.train_samples if r.train_iters is None else r.train_iters
+    trains = not r.skip_train and length != 0
     evaluates = r.skip_train and r.eval_iters > 0
     if trains or evaluates:
         needed = {"--seq-length": r.seq_length, "--micro-batch-size": r.micro_batch_size}
@@ -326,6 +327,34 @@ def fim_is_complete(cfg: RunConfig) -> Iterator[ConfigError]:
         yield ConfigError("made-up data holds no text to fill in", got="--fim-data --mock-data", fix="--data-path")
 
 
+def data_lists_are_blends(cfg: RunConfig) -> Iterator[ConfigError]:
+    """A list of data is paths alone, or weights and paths in turn."""
+    d = cfg.data
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        words: tuple[str, ...] = getattr(d, name) or ()
+        weights = [_weight(word) for word in words]
+        numbers = [word for word, weight in zip(words, weights, strict=True) if weight is not None]
+        if not numbers:
+            continue
+        flag = field_table()[name].flag
+        if len(words) % 2 or None in weights[::2]:
+            yield ConfigError(
+                f"{flag} is neither paths alone nor weights and paths in turn",
+                got=f"{' '.join(words)}: {len(numbers)} numbers ({', '.join(numbers)}) among {len(words)} words",
+                allowed="PATH ..., or WEIGHT PATH WEIGHT PATH ...",
+                fix=f"{flag}; a path that looks like a number is written ./0.5",
+            )
+        elif any(weight is None or not math.isfinite(weight) or weight < 0 for weight in weights[::2]):
+            yield ConfigError(f"{flag} has a weight that is no share", got=" ".join(words[::2]), allowed="0 or more")
+
+
+def _weight(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
 def _data_sources(cfg: RunConfig) -> dict[str, object]:
     d = cfg.data
     return {
@@ -390,9 +419,10 @@ def packages_are_installed(cfg: RunConfig) -> Iterator[ConfigError]:
             )
 
 
+# Causes before what may follow from them.
 RUN_RULES = (
-    numbers_are_in_range,
     architecture_is_known,
+    numbers_are_in_range,
     hidden_fields_are_untouched,
     implementation_is_local,
     positions_fit,
@@ -401,6 +431,7 @@ RUN_RULES = (
     run_has_one_unit,
     schedules_are_complete,
     data_has_one_source,
+    data_lists_are_blends,
     fim_is_complete,
     tokenizer_is_complete,
     files_have_a_place,

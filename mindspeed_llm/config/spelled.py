@@ -87,7 +87,8 @@ def read_settings(settings: Iterable[tuple[str, object]], source: str) -> Readin
         try:
             _read(meaning, spelling, raw, reading)
         except ConfigError as error:
-            reading.errors.append(error)
+            what = f"{error.what} ({source})"
+            reading.errors.append(ConfigError(what, got=error.got, allowed=error.allowed, fix=error.fix))
     return reading
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import types
 import typing
 from collections.abc import Sequence
@@ -31,11 +32,21 @@ def convert(spec: FieldSpec, raw: object) -> object:
             return _convert_as(kind, raw if typing.get_origin(kind) is tuple else single, spec.option.count)
         except (TypeError, ValueError, SyntaxError):
             continue
+    if float in kinds and isinstance(raw, (str, float)) and _is_number(raw):
+        raise ConfigError(f"{spec.flag} must be finite", got=raw, allowed=describe(spec.annotation, spec.option.count))
     raise ConfigError(
         f"{spec.flag} does not take this value",
         got=repr(raw),
         allowed=describe(spec.annotation, spec.option.count),
     )
+
+
+def _is_number(raw: str | float) -> bool:
+    try:
+        float(raw)
+    except ValueError:
+        return False
+    return True
 
 
 def _only_item(raw: object) -> object:
@@ -94,12 +105,19 @@ def _convert_as(member: typing.Any, raw: object, count: int | None) -> object:
     elif member is int:
         return _integer(raw)
     elif member is float and not isinstance(raw, bool) and isinstance(raw, (int, float, str)):
-        return float(raw)
+        return _finite(raw)
     elif member is str and isinstance(raw, str):
         return raw
     elif member is str and isinstance(raw, (int, float)) and not isinstance(raw, bool):
         return str(raw)
     raise ValueError
+
+
+def _finite(raw: str | float) -> float:
+    number = float(raw)
+    if not math.isfinite(number):
+        raise ValueError
+    return number
 
 
 def _boolean(raw: object) -> bool:

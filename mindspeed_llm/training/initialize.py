@@ -19,7 +19,8 @@ import torch.distributed as dist
 from mindspeed_llm import ops
 from mindspeed_llm.config.run import RunConfig
 from mindspeed_llm.core.build import model_dtype
-from mindspeed_llm.device import current
+from mindspeed_llm.device import Device, current
+from mindspeed_llm.errors import ConfigError
 
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.num_microbatches_calculator import (
@@ -35,13 +36,15 @@ def initialize(cfg: RunConfig) -> None:
 
     A process group that exists already is used as it is. Without a launcher (no ``RANK`` in the environment) the run
     is one process.
+
+    Raises:
+        ConfigError: the device has no such communication library.
     """
     device = current()
+    backend = backend_of(cfg, device)
     device.bind()
     if not dist.is_initialized():
         timeout = datetime.timedelta(minutes=cfg.distributed.distributed_timeout_minutes)
-        # nccl and hccl, which recipes name, mean the device's own backend; gloo is taken at its word.
-        backend = "gloo" if cfg.distributed.distributed_backend == "gloo" else device.backend
         if "RANK" in os.environ:
             launch = tuple(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
             store, rank, world, runs = _meeting_point(launch)
@@ -71,6 +74,23 @@ def initialize(cfg: RunConfig) -> None:
         training.micro_batch_size,  # pyright: ignore[reportArgumentType]
         parallel_state.get_data_parallel_world_size(),
     )
+
+
+def backend_of(cfg: RunConfig, device: Device) -> str:
+    """The communication library of a run on ``device``: nccl, which recipes name, means the device's own.
+
+    Raises:
+        ConfigError: HCCL is asked for on another device than an NPU.
+    """
+    asked = cfg.distributed.distributed_backend
+    if asked == "hccl" and device.type != "npu":
+        raise ConfigError(
+            f"HCCL is the library of Ascend NPUs; this is {device.type}",
+            got="--distributed-backend hccl",
+            allowed="nccl (the device's own) or gloo",
+            fix="--distributed-backend nccl",
+        )
+    return "gloo" if asked == "gloo" else device.backend
 
 
 @functools.lru_cache(maxsize=1)

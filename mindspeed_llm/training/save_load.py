@@ -101,7 +101,7 @@ def save_checkpoint(run: Run, *, portable: bool) -> Path:
         state["rng_state"] = _rng_state()
     state["progress"] = run.progress.state_dict()
     state["layout"] = _layout(run)
-    state["config"] = {name: asdict(getattr(run.cfg, name)) for name in ("model", "transformer")}
+    state["config"] = {name: asdict(getattr(run.cfg, name)) for name in ("model", "transformer", "training")}
     root = Path(checkpoint.save)  # pyright: ignore[reportArgumentType]  the caller checked
     folder = mcore_io.save(root, run.progress.iteration, state, metadata)
     logger.info("saved checkpoint %s", folder)
@@ -125,6 +125,7 @@ def load_checkpoint(run: Run, root: Path, iteration: int) -> None:
     with_optimizer = not (checkpoint.finetune or checkpoint.no_load_optim)
     if with_optimizer:
         _require_optimizer(run, folder, stored, common)
+        _require_number_format(run, folder, common)
         state["optimizer"] = run.optimizer.sharded_state_dict(state, is_loading=True, metadata=metadata)
     with_rng = not (checkpoint.finetune or checkpoint.no_load_rng) and _layout(run) == common["layout"]
     if with_rng:
@@ -134,7 +135,7 @@ def load_checkpoint(run: Run, root: Path, iteration: int) -> None:
         chunk.load_state_dict(loaded[name])
     if with_optimizer:
         run.optimizer.load_state_dict(loaded["optimizer"])
-        _take_up_schedule(run, common["opt_param_scheduler"])
+        _take_up_schedule(run, common)
     else:
         run.optimizer.reload_model_params()
     if with_rng:
@@ -161,14 +162,17 @@ def _require_architecture(run: Run, folder: Path, common: dict[str, Any]) -> Non
         )
 
 
-def _take_up_schedule(run: Run, stored: dict[str, Any]) -> None:
+def _take_up_schedule(run: Run, common: dict[str, Any]) -> None:
     try:
-        run.scheduler.load_state_dict(stored)
+        run.scheduler.load_state_dict(common["opt_param_scheduler"])
     except AssertionError as error:
-        # megatron-core compares in samples: iterations times the global batch size.
+        # megatron-core says iterations where it counts samples: iterations times the global batch size.
+        what = str(error).replace("checkpointvalue", "checkpoint value").replace("iterations", "samples")
+        ours, theirs = run.cfg.training.global_batch_size, common["config"].get("training", {}).get("global_batch_size")
+        batch = f"; the global batch is {ours} samples" + (f", that of the checkpoint {theirs}" if theirs else "")
         raise CheckpointError(
             "the schedule of this command line is not the one that the checkpoint holds",
-            got=str(error).replace("checkpointvalue", "checkpoint value"),
+            got=what + batch,
             fix="--override-opt-param-scheduler goes on with that of the command line, "
             "--use-checkpoint-opt-param-scheduler with that of the checkpoint",
         ) from error
@@ -192,6 +196,23 @@ def _require_optimizer(run: Run, folder: Path, stored: dict[str, Any], common: d
             got=_layout(run),
             allowed=common["layout"],
             fix="the save at --train-iters loads at any layout; or --no-load-optim",
+        )
+
+
+def _require_number_format(run: Run, folder: Path, common: dict[str, Any]) -> None:
+    """The optimizer keeps fp32 copies beside 16-bit weights, and none beside others: its state has other tensors."""
+    stored = common["config"]["transformer"]
+    theirs, ours = (
+        "bf16" if bf16 else "fp16" if fp16 else "fp32"
+        for bf16, fp16 in ((stored["bf16"], stored["fp16"]), (run.cfg.transformer.bf16, run.cfg.transformer.fp16))
+    )
+    if ours != theirs:
+        flag = "leave out --bf16 and --fp16" if theirs == "fp32" else f"--{theirs}"
+        raise CheckpointError(
+            f"the optimizer state of {folder} belongs to a run in another number format",
+            got=ours,
+            allowed=theirs,
+            fix=f"{flag}; or take the weights alone with --no-load-optim or --finetune",
         )
 
 

@@ -70,7 +70,9 @@ def find_origin(cfg: RunConfig) -> Origin:
     if restart and not saves and not checkpoint.exit_on_missing_checkpoint:
         logger.warning("--load and --save are both %s and it holds no checkpoint: starting from random weights", folder)
         return Origin("random")
-    found = sorted(path.name for path in folder.iterdir())[:6] if folder.is_dir() else "no such folder"
+    found = "a file" if folder.is_file() else "no such folder"
+    if folder.is_dir():
+        found = sorted(path.name for path in folder.iterdir())[:6]
     raise CheckpointError(
         f"--load {folder} is neither a Hugging Face folder nor a checkpoint folder",
         got=found,

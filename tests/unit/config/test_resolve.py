@@ -155,7 +155,22 @@ def test_environment_names_flags_in_capitals() -> None:
     assert reading.values == {"seed": 7, "gated_linear_unit": True, "activation_func": "silu"}
 
 
+def test_a_bad_value_names_its_variable() -> None:
+    (error,) = read_environment({"MINDSPEED_LLM_LR": "abc"}).errors
+    assert error.what == "--lr does not take this value (environment MINDSPEED_LLM_LR)"
+
+
+def test_a_key_given_twice_is_an_error_with_both_lines(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("lr: 1e-3\nmodel:\n  vocab-size: 3\n  vocab_size: 4\n\nlr: 2e-3\n")
+    told = [(error.what, error.got) for error in read_yaml(str(path)).errors]
+    assert told == [
+        (f"vocab_size is given twice ({path})", "lines 3 and 4"),
+        (f"lr is given twice ({path})", "lines 1 and 6"),
+    ]
+
+
 def test_an_unknown_variable_with_our_prefix_is_an_error() -> None:
     (error,) = read_environment({"MINDSPEED_LLM_SEDE": "7"}).errors
-    assert "--sede is not a known option (environment)" in str(error)
+    assert "--sede is not a known option (environment MINDSPEED_LLM_SEDE)" in str(error)
     assert "--seed" in str(error)

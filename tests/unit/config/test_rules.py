@@ -26,10 +26,10 @@ TINY: dict[str, Any] = {
 }
 
 
-def refused(world_size: int = 1, device: str | None = None, **values: Any) -> str:
+def refused(world_size: int = 1, **values: Any) -> str:
     """The error's text; fails when nothing is refused."""
     with pytest.raises(ConfigError) as caught:
-        resolve([Layer("python", {**TINY, **values})], world_size=world_size, rules=PRETRAIN_RULES, device=device)
+        resolve([Layer("python", {**TINY, **values})], world_size=world_size, rules=PRETRAIN_RULES)
     return str(caught.value)
 
 
@@ -152,7 +152,7 @@ CASES: list[tuple[int, dict[str, Any], str]] = [
     (1, {"expert_tensor_parallel_size": 2}, "planned with mixture of experts"),
     (1, {"loss_scale": 2.0}, "the loss is scaled only for a model in 16 bits"),
     (1, {"hidden_dropout": 1.0}, "--hidden-dropout is out of range"),
-    (1, {"lr": float("nan")}, "--lr is out of range"),
+    (1, {"lr": float("nan")}, "--lr must be finite"),
     (1, {"micro_batch_size": 0}, "--micro-batch-size is out of range"),
     (1, {"weight_decay": -0.1}, "allowed: 0 or more"),
     # length and schedules
@@ -182,7 +182,7 @@ CASES: list[tuple[int, dict[str, Any], str]] = [
     (1, {"split": "1,2,3,4"}, "--split is no list of shares"),
     (1, {"split": "0,0,0"}, "--split is no list of shares"),
     (1, {"fim_rate": 1.5}, "--fim-rate is out of range"),
-    (1, {"fim_spm_rate": float("nan")}, "--fim-spm-rate is out of range"),
+    (1, {"fim_spm_rate": float("nan")}, "--fim-spm-rate must be finite"),
     (1, {"fim_split_sample": "x", "fim_fragment_rate": -0.1}, "--fim-fragment-rate is out of range"),
     (1, {"fim_split_sample": "x"}, "both a token to split at and a rate"),
     (1, {"fim_fragment_rate": 0.5}, "both a token to split at and a rate"),
@@ -238,10 +238,24 @@ def test_all_failures_are_shown_together() -> None:
     assert text.startswith("4 problems in the configuration:")
 
 
-def test_hccl_is_for_npus() -> None:
-    assert "HCCL is the library of Ascend NPUs; this is cpu" in refused(device="cpu", distributed_backend="hccl")
-    from_values({**TINY, "distributed_backend": "hccl"}, device="npu")
-    from_values({**TINY, "distributed_backend": "nccl"}, device="cpu")
+@pytest.mark.parametrize("words", ["0.5 P 0.5", "P 0.5 Q 0.5", "0.5 P Q", "3", "0.5 P Q R", "nan P", "-1 P 2 Q"])
+def test_lists_of_data_that_are_no_blend_are_refused(words: str) -> None:
+    text = refused(mock_data=False, data_path=words.split())
+    assert "--data-path is neither paths alone" in text or "a weight that is no share" in text
+
+
+@pytest.mark.parametrize("words", ["P", "P Q R", "0.5 P 0.5 Q", "1 P", "0.5 ./3"])
+def test_lists_of_data_that_are_blends_are_taken(words: str) -> None:
+    from_values({**TINY, "mock_data": False, "data_path": words.split()})
+
+
+def test_causes_come_before_consequences() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve([], rules=PRETRAIN_RULES)
+    lines = [line for line in str(caught.value).splitlines() if line[0].isdigit()]
+    wanted = ["problems", "architecture", "length of the run", "batches have no shape", "learning rate", "no data"]
+    assert len(lines) == len(wanted), lines
+    assert [word for word, line in zip(wanted, lines, strict=True) if word not in line] == []
 
 
 @pytest.mark.parametrize(

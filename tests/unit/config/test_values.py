@@ -23,7 +23,7 @@ def test_whole_numbers_survive_text(number: int) -> None:
     assert convert(spec(int), str(number)) == number
 
 
-@given(st.floats(allow_nan=False))
+@given(st.floats(allow_nan=False, allow_infinity=False))
 def test_numbers_survive_text(number: float) -> None:
     assert convert(spec(float), repr(number)) == number
 
@@ -34,6 +34,14 @@ def test_lists_survive_as_words_and_as_one_text(numbers: list[int]) -> None:
     assert convert(kind, [str(number) for number in numbers]) == tuple(numbers)
     assert convert(kind, str(numbers)) == tuple(numbers)
     assert convert(kind, ",".join(map(str, numbers))) == tuple(numbers)
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "1e999"])
+def test_numbers_are_finite(text: str) -> None:
+    with pytest.raises(ConfigError, match="--some-field must be finite"):
+        convert(spec(float | None), text)
+    with pytest.raises(ConfigError, match="--some-field must be finite"):
+        convert(spec(float), float(text))
 
 
 def test_one_number_or_several() -> None:

@@ -11,11 +11,13 @@ import pytest
 
 from mindspeed_llm.config.resolve import from_values
 from mindspeed_llm.data.batches import _outlive_sigterm
-from mindspeed_llm.data.manifest import check_tokenizer
+from mindspeed_llm.data.manifest import Manifest, check_tokenizer, write_manifest
 from mindspeed_llm.data.tokenizer import NullTokenizer
-from mindspeed_llm.errors import CheckpointError, DataError
+from mindspeed_llm.device import Device
+from mindspeed_llm.errors import CheckpointError, ConfigError, DataError
 from mindspeed_llm.models.registry import family_layer
-from mindspeed_llm.training.save_load import _require_architecture
+from mindspeed_llm.training.initialize import backend_of
+from mindspeed_llm.training.save_load import _require_architecture, _require_number_format
 from mindspeed_llm.training.weights import check_outputs, find_origin
 from tests.fixtures import hf_folder
 
@@ -71,9 +73,8 @@ def test_exports_keep_the_dtype_of_the_folder_unless_the_run_has_another() -> No
 
 
 def test_a_null_tokenizer_may_not_look_for_ends_that_are_another_id(tmp_path: Path) -> None:
-    (tmp_path / "data.manifest.json").write_text(
-        '{"tokenizer_hash": "h", "eod": 256, "append_eod": true, "tokenizer": "folder"}'
-    )
+    made = Manifest("t", "text", "folder", "h", 328, 256, True, "uint16", documents=1, tokens=1, bad_rows=0, sources=())
+    write_manifest(tmp_path / "data", made)
     check_tokenizer(tmp_path / "data", NullTokenizer(327))
     with pytest.raises(DataError, match=r"(?s)another id.*327.*256"):
         check_tokenizer(tmp_path / "data", NullTokenizer(327), needs_eod=True)
@@ -86,3 +87,33 @@ def test_data_workers_outlive_a_schedulers_sigterm() -> None:
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_hccl_is_for_npus() -> None:
+    cpu = Device("cpu", "gloo", 0, None)
+    with pytest.raises(ConfigError, match="HCCL is the library of Ascend NPUs; this is cpu"):
+        backend_of(from_values({**MODEL, "distributed_backend": "hccl"}), cpu)
+    asked = {"hccl": Device("npu", "hccl", 0, None), "nccl": cpu, "gloo": Device("cuda", "nccl", 0, None)}
+    got = [backend_of(from_values({**MODEL, "distributed_backend": name}), device) for name, device in asked.items()]
+    assert got == ["hccl", "gloo", "gloo"]
+
+
+def test_the_optimizer_state_of_another_number_format_is_refused() -> None:
+    run: Any = SimpleNamespace(cfg=from_values({**MODEL, "bf16": True}))
+    _require_number_format(run, Path("save"), saved(bf16=True))
+    with pytest.raises(CheckpointError, match=r"(?s)another number format.*got: bf16.*allowed: fp32.*--no-load-optim"):
+        _require_number_format(run, Path("save"), saved())
+    with pytest.raises(CheckpointError, match=r"(?s)got: bf16.*allowed: fp16.*fix: --fp16"):
+        _require_number_format(run, Path("save"), saved(fp16=True))
+
+
+def test_a_file_in_place_of_a_folder_is_called_one(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="got: a file"):
+        find_origin(from_values({**MODEL, "load": str(tmp_path / "file")}))
+
+
+def test_a_tracker_whose_save_is_gone_is_named_with_it(tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    with pytest.raises(CheckpointError, match=r"latest_checkpointed_iteration.txt names iteration 7.*iter_0000007"):
+        find_origin(from_values({**MODEL, "load": str(tmp_path)}))
