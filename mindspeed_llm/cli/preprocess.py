@@ -127,7 +127,7 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--max-documents", type=_at_least(1), default=100_000, help="documents of each measurement")
 
     add_section(parser, "tokenizer")
-    parser.add_argument("--vocab-size", type=_at_least(1), metavar="N", help="of the NullTokenizer")
+    parser.add_argument("--vocab-size", type=_at_least(1), metavar="N", help="of NullTokenizer and TikTokenizer")
     _add_without_effect(parser)
     return parser
 

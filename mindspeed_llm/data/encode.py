@@ -155,13 +155,24 @@ class BlockEncoder:
 
     def _encode_texts(self, texts: list[str]) -> Column:
         if self.splitter is None:
-            ids, lengths = self.tokenizer.encode_flat(texts)
+            ids, lengths = self._encode_flat(texts)
             return Column(ids, lengths, np.ones(len(texts), dtype=np.int32))
         sentences = [self.splitter(text) for text in texts]
-        ids, lengths = self.tokenizer.encode_flat([sentence for document in sentences for sentence in document])
+        ids, lengths = self._encode_flat([sentence for document in sentences for sentence in document])
         document = np.repeat(np.arange(len(texts)), [len(document) for document in sentences])
         used = lengths > 0  # a sentence without tokens is none
         return Column(ids, lengths[used], np.bincount(document[used], minlength=len(texts)).astype(np.int32))
+
+    def _encode_flat(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and lengths; a text that the tokenizer gives up (tiktoken does so on some very long ones) has none."""
+        try:
+            return self.tokenizer.encode_flat(texts)
+        except DataError:
+            if len(texts) == 1:
+                return np.zeros(0, np.int32), np.zeros(1, np.int32)
+        middle = len(texts) // 2
+        first, second = self._encode_flat(texts[:middle]), self._encode_flat(texts[middle:])
+        return np.concatenate([first[0], second[0]]), np.concatenate([first[1], second[1]])
 
 
 def _utf8_size(text: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -211,6 +212,19 @@ def test_ids_as_text_for_the_null_tokenizer(tmp_path: Path) -> None:
     assert run(tmp_path / "o", *flags, source=source, tokenizer=False) == 0
     assert documents(tmp_path / "o") == [[1, 2, 3, 10], [7, 8, 10]]
     assert len((tmp_path / "o.bad_rows.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_text_that_the_tokenizer_gives_up_is_a_bad_row(tmp_path: Path) -> None:
+    lines = [f"{base64.b64encode(bytes([byte])).decode()} {byte}" for byte in range(256)]
+    (tmp_path / "ranks.tiktoken").write_text("\n".join(lines))
+    source = tmp_path / "rows.jsonl"
+    texts = ["ab", "c", " " * 2_000_000, "d e"]
+    source.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    flags = ("--tokenizer-type", "TikTokenizer", "--tokenizer-model", str(tmp_path / "ranks.tiktoken"))
+    assert run(tmp_path / "o", *flags, source=source, tokenizer=False) == 0
+    (bad,) = (tmp_path / "o.bad_rows.jsonl").read_text().splitlines()
+    assert json.loads(bad)["line"] == 3
+    assert [bytes(ids).decode() for ids in documents(tmp_path / "o")] == [texts[0], texts[1], texts[3]]
 
 
 def test_flags_of_the_upstream_tools(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
