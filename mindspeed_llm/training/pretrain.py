@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import platform
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
@@ -11,10 +13,13 @@ import torch
 import torch.distributed as dist
 
 import mindspeed_llm
+from mindspeed_llm.checkpoint.in_use import hold
 from mindspeed_llm.config.resolve import format_non_default
 from mindspeed_llm.config.run import RunConfig
 from mindspeed_llm.data.datasets import prepare_raw, split_sizes, tokenizer_of
+from mindspeed_llm.data.tokenizer import Tokenizer
 from mindspeed_llm.device import current
+from mindspeed_llm.errors import CheckpointError
 from mindspeed_llm.training.initialize import finalize, initialize
 from mindspeed_llm.training.loop import Hooks, total_iterations, train
 from mindspeed_llm.training.objective import pretraining
@@ -52,6 +57,28 @@ def _pretrain(cfg: RunConfig) -> None:
         logger.info("configuration, values that are not defaults:\n%s", format_non_default(cfg))
         for notice in cfg.notices:
             logger.info("note: %s", notice)
+    with _only_writer(cfg):
+        _run(cfg, origin, with_data, tokenizer)
+
+
+@contextmanager
+def _only_writer(cfg: RunConfig) -> Generator[None]:
+    """No other run writes to ``--save`` meanwhile, or every rank says which. Collective."""
+    with ExitStack() as stack:
+        refusal: list[CheckpointError | None] = [None]
+        if cfg.checkpoint.save is not None and dist.get_rank() == 0:
+            try:
+                stack.enter_context(hold(Path(cfg.checkpoint.save)))
+            except CheckpointError as error:
+                refusal = [error]
+        dist.broadcast_object_list(refusal, device=current().torch_device)
+        if refusal[0] is not None:
+            raise refusal[0]
+        yield
+
+
+def _run(cfg: RunConfig, origin: Origin, with_data: RunConfig, tokenizer: Tokenizer | None) -> None:
+    total = total_iterations(cfg)
     open_training, held_out = open_streams(with_data, tokenizer) if tokenizer else (None, {})
     run = _set_up(cfg, origin)
     streams = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mindspeed_llm.checkpoint.in_use import hold
 from tests.distributed.launch import (
     TINY,
     command_line,
@@ -327,3 +329,15 @@ def test_the_root_script_is_the_same_command() -> None:
     assert done.returncode == 1
     assert "/nowhere" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_two_runs_do_not_save_into_one_folder(pool: Pool, flags: Flags, tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    with hold(place):
+        for result in launch(pool, flags | {"--save": place}, "tp2"):
+            assert result["code"] == 1
+            assert f"another run writes to --save {place}" in result["err"]
+            assert f"process {os.getpid()} on" in result["err"]
+    succeed(pool, flags | {"--save": place}, "tp2")
+    assert not (place / ".in_use.json").exists()

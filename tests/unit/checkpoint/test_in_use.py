@@ -1,0 +1,62 @@
+"""A checkpoint folder has one writer, and a dead one is no writer."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mindspeed_llm.checkpoint.in_use import NAME, hold
+from mindspeed_llm.errors import CheckpointError
+
+HOLD = "import sys, time, pathlib; from mindspeed_llm.checkpoint.in_use import hold\n"
+HOLD += "with hold(pathlib.Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+
+
+def test_a_second_writer_is_refused_until_the_first_is_done(tmp_path: Path) -> None:
+    with (
+        hold(tmp_path),
+        pytest.raises(CheckpointError, match=rf"(?s)another run writes to --save.*process {os.getpid()} on"),
+        hold(tmp_path),
+    ):
+        pass
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(KeyError), hold(tmp_path):
+        raise KeyError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_writer_is_no_writer(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(CheckpointError, match=f"process {other.pid} on"), hold(tmp_path):
+            pass
+        other.send_signal(signal.SIGKILL)
+        other.wait()
+    with hold(tmp_path):
+        assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("change", [{"pid": 2**22 + 1}, {"start": "1"}], ids=str)
+def test_an_identifier_that_came_back_is_no_writer(tmp_path: Path, change: dict[str, object]) -> None:
+    mark = {"host": socket.gethostname(), "pid": os.getpid(), "start": "0", "since": "then"}
+    (tmp_path / NAME).write_text(json.dumps(mark | change))
+    with hold(tmp_path):
+        pass
+    (tmp_path / NAME).write_text("torn")
+    with hold(tmp_path):
+        pass
+
+
+def test_a_writer_elsewhere_is_reported_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / NAME).write_text(json.dumps({"host": "elsewhere", "pid": 1, "start": "1", "since": "then"}))
+    words = r"(?s)process 1 on elsewhere.*if it is gone, delete .*in_use"
+    with pytest.raises(CheckpointError, match=words), hold(tmp_path):
+        pass
