@@ -8,7 +8,9 @@ import gzip
 import io
 import json
 import os
+import random
 import sys
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -194,6 +196,36 @@ def test_lines_of_any_length_are_in_exactly_one_shard(
         expected += [(str(path), number, line) for number, line in enumerate(lines, start=1) if line]
     parts = [documents(inputs, (index, count), block_bytes) for index in range(count)]
     assert [row for part in parts for row in part] == expected
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.json", "a.csv", "a.parquet", "a.arrow"])
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, name: str) -> None:
+    noise = random.Random(0)
+    texts = [noise.randbytes(500).hex() for _ in range(8000)]
+    make: dict[str, Callable[[list[str]], bytes]] = {
+        "a.json": json_array,
+        "a.csv": separated,
+        # One row group; a dictionary or a page of a megabyte would weigh on the larger file only.
+        "a.parquet": lambda texts: parquet_bytes(
+            texts, row_group_size=10**6, use_dictionary=False, data_page_size=1 << 16
+        ),
+        "a.arrow": arrow_bytes,
+    }
+    pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(Path(name).suffix, bytes)
+    peaks: list[float] = []
+    for rows in (10, 1000, 8000):  # the first also imports
+        path = tmp_path / name
+        path.write_bytes(pack(make.get(name, jsonl)(texts[:rows])))
+        inputs = resolve_inputs([str(path)])
+        tables = 0
+        tracemalloc.start()
+        for block in read_blocks(inputs, block_bytes=1 << 15, keys=["text"]):
+            read_rows(block, ["text"])
+            tables = max(tables, arrow.total_allocated_bytes())
+        peaks.append(tracemalloc.get_traced_memory()[1] + tables)
+        tracemalloc.stop()
+    # Beside it the list of batches of an Arrow file, some ten kilobytes here.
+    assert peaks[2] < 1.1 * peaks[1] + 20_000
 
 
 # --- what the words of --input name ------------------------------------------------------------------------------
