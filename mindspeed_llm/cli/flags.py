@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from mindspeed_llm.config.aliases import Alias
 from mindspeed_llm.config.files import PREFIX, read_environment, read_yaml
@@ -23,7 +24,10 @@ from mindspeed_llm.errors import ConfigError
 COMMAND_LINE = "command line"
 ACCEPTED = "accepted without effect"
 
-S = TypeVar("S")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+S = TypeVar("S", bound="DataclassInstance")
 FamilyValues = Callable[[Mapping[str, Any]], Layer | None]
 
 
@@ -68,7 +72,7 @@ def build_parser(prog: str, *, with_help: bool = False) -> argparse.ArgumentPars
 
 
 def add_section(parser: argparse.ArgumentParser, section: str) -> None:
-    """Give another program's parser the flags of one section; :func:`read_section` reads them."""
+    """Give another program's parser the flags of a section; :func:`read_section` reads them."""
     parser.set_defaults(settings=[])
     group = parser.add_argument_group(section)
     texts = help_texts()
@@ -77,8 +81,8 @@ def add_section(parser: argparse.ArgumentParser, section: str) -> None:
             _add(group, spelling, meaning, _help(spelling, meaning, texts))
 
 
-def read_section(namespace: argparse.Namespace, section: Callable[..., S]) -> S:
-    """The section that the flags of :func:`add_section` give.
+def read_section(namespace: argparse.Namespace, section: type[S]) -> S:
+    """A section as the flags of :func:`add_section` give it.
 
     Raises:
         ConfigError: a value cannot be one of its field.
@@ -86,7 +90,8 @@ def read_section(namespace: argparse.Namespace, section: Callable[..., S]) -> S:
     reading = read_settings(namespace.settings, COMMAND_LINE)
     if reading.errors:
         raise ConfigError.collect(reading.errors)
-    return section(**reading.values)
+    mine = {field.name for field in dataclasses.fields(section)}
+    return section(**{name: value for name, value in reading.values.items() if name in mine})
 
 
 def _add(group: argparse._ArgumentGroup, spelling: str, meaning: Meaning, text: str) -> None:  # pyright: ignore[reportPrivateUsage]

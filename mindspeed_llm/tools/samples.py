@@ -13,16 +13,17 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
+from mindspeed_llm.cli.flags import add_section, read_section
+from mindspeed_llm.config.data import DataConfig
 from mindspeed_llm.config.run import SECTIONS, RunConfig
 from mindspeed_llm.config.tokenizer import TokenizerConfig
 from mindspeed_llm.data.batches import document_boundaries
 from mindspeed_llm.data.datasets import build_datasets, prepare_raw
-from mindspeed_llm.data.manifest import manifest_path
-from mindspeed_llm.data.tokenizer import HF_TYPES, NULL_TYPE, NullTokenizer, Tokenizer, build_tokenizer, load_tokenizer
+from mindspeed_llm.data.manifest import read_manifest
+from mindspeed_llm.data.tokenizer import NULL_TYPE, NullTokenizer, Tokenizer, build_tokenizer
 from mindspeed_llm.errors import DataError, SuiteError
 
 SPLITS = ("train", "valid", "test")
@@ -31,13 +32,6 @@ SPLITS = ("train", "valid", "test")
 def build_parser() -> argparse.ArgumentParser:
     """The data flags of training, and which samples to print."""
     parser = argparse.ArgumentParser(prog="samples", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--data-path", nargs="+", help="prefix or raw file, or weights and these in turn")
-    parser.add_argument("--data-cache-path", help="where training keeps what it prepares from raw files")
-    parser.add_argument("--json-key", "--json-keys", default="text", help="field of the text in raw files")
-    parser.add_argument("--mock-data", action="store_true", help="megatron-core's made-up data")
-    parser.add_argument(
-        "--split", help="shares of training, validation and test data (default: all for the one printed)"
-    )
     parser.add_argument("--print-split", choices=SPLITS, default="train", help="which of them to print")
     parser.add_argument("--seq-length", type=int, required=True)
     parser.add_argument("--count", type=int, required=True, help="samples to print")
@@ -46,53 +40,44 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--no-shuffle", action="store_true", help="keep the order of the file")
-    parser.add_argument("--reset-position-ids", action="store_true")
-    parser.add_argument("--reset-attention-mask", action="store_true")
-    parser.add_argument("--eod-mask-loss", action="store_true")
-    parser.add_argument("--tokenizer-type", choices=(*HF_TYPES, NULL_TYPE))
-    parser.add_argument("--tokenizer-name-or-path", "--tokenizer-model", help="default: the one that made the data")
     parser.add_argument("--vocab-size", type=int, help="for NullTokenizer")
+    add_section(parser, "data")
+    add_section(parser, "tokenizer")
     return parser
 
 
 def run_config(arguments: argparse.Namespace) -> RunConfig:
     """A configuration with the data of the arguments and nothing else set."""
+    data = read_section(arguments, DataConfig)
+    if data.split is None and not data.mock_data:
+        # All of the data, whichever part of a run is looked at.
+        data = replace(data, split=",".join("1" if name == arguments.print_split else "0" for name in SPLITS))
     cfg = RunConfig(**{name: section() for name, section in SECTIONS.items()})
-    whole = ",".join("1" if name == arguments.print_split else "0" for name in SPLITS)
     return replace(
         cfg,
         training=replace(cfg.training, seq_length=arguments.seq_length, seed=arguments.seed),
-        data=replace(
-            cfg.data,
-            data_path=tuple(arguments.data_path) if arguments.data_path else None,
-            data_cache_path=arguments.data_cache_path,
-            json_key=arguments.json_key,
-            mock_data=arguments.mock_data,
-            split=None if arguments.mock_data else arguments.split or whole,
-            reset_position_ids=arguments.reset_position_ids,
-            reset_attention_mask=arguments.reset_attention_mask,
-            eod_mask_loss=arguments.eod_mask_loss,
-        ),
+        data=data,
+        tokenizer=read_section(arguments, TokenizerConfig),
     )
 
 
-def find_tokenizer(arguments: argparse.Namespace) -> Tokenizer:
-    """The tokenizer of the arguments, or else what the manifest of the first dataset says.
+def find_tokenizer(cfg: RunConfig, vocab_size: int | None) -> Tokenizer:
+    """The tokenizer of the arguments, or else an end of document as the manifest of the first dataset has it.
 
     Raises:
         DataError: when the flags need the end of document and nothing says which id it is.
     """
-    if arguments.tokenizer_name_or_path or arguments.tokenizer_type or arguments.mock_data:
-        kind = arguments.tokenizer_type or (HF_TYPES[0] if arguments.tokenizer_name_or_path else NULL_TYPE)
-        return build_tokenizer(TokenizerConfig(kind, arguments.tokenizer_name_or_path), arguments.vocab_size)
-    prefixes = [word for word in arguments.data_path or () if manifest_path(word).is_file()]
-    if prefixes:
-        manifest = json.loads(manifest_path(prefixes[0]).read_text(encoding="utf-8"))
-        if Path(manifest["tokenizer"]).exists():
-            return load_tokenizer(manifest["tokenizer"])
-        if manifest["eod"] is not None:
-            return NullTokenizer(manifest["eod"])
-    if arguments.reset_position_ids or arguments.reset_attention_mask or arguments.eod_mask_loss:
+    named, data = cfg.tokenizer, cfg.data
+    if named.tokenizer_name_or_path or named.tokenizer_type:
+        return build_tokenizer(named, vocab_size)
+    if data.mock_data:
+        return build_tokenizer(replace(named, tokenizer_type=NULL_TYPE), vocab_size)
+    paths = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
+    manifests = [read_manifest(word) for words in paths for word in words or ()]
+    eod = next((manifest.eod for manifest in manifests if manifest is not None), None)
+    if eod is not None:
+        return NullTokenizer(eod)
+    if data.reset_position_ids or data.reset_attention_mask or data.eod_mask_loss:
         raise DataError("Nothing says which id ends a document.", fix="--tokenizer-name-or-path")
     return NullTokenizer(np.iinfo(np.int32).max)
 
@@ -103,11 +88,12 @@ def samples(arguments: argparse.Namespace, cache: str) -> Iterator[dict[str, lis
     Raises:
         SuiteError: what the user can mend.
     """
-    tokenizer = find_tokenizer(arguments)
+    cfg = run_config(arguments)
+    tokenizer = find_tokenizer(cfg, arguments.vocab_size)
     sizes = [0, 0, 0]
     which = SPLITS.index(arguments.print_split)
     sizes[which] = max(arguments.train_samples or arguments.count, arguments.count)
-    cfg = prepare_raw(run_config(arguments), tokenizer, sizes)
+    cfg = prepare_raw(cfg, tokenizer, sizes)
     cfg = replace(cfg, data=replace(cfg.data, data_cache_path=cache))
     dataset = build_datasets(cfg, tokenizer, sizes, shuffle=not arguments.no_shuffle)[which]
     if dataset is None:
@@ -115,7 +101,7 @@ def samples(arguments: argparse.Namespace, cache: str) -> Iterator[dict[str, lis
     for number in range(arguments.count):
         sample = dataset[number]
         row = {name: sample[name].tolist() for name in ("tokens", "labels", "loss_mask", "position_ids")}
-        if arguments.reset_attention_mask:
+        if cfg.data.reset_attention_mask:
             row["cu_seqlens"] = document_boundaries(sample["tokens"][None], tokenizer.eod).tolist()
         yield row
 
