@@ -91,7 +91,7 @@ class ByteBpe:
                 raw_added=added[0],
                 normalized_added=added[1],
             )
-        except ValueError:  # says what in the vocabulary or the merges is not of bytes, or too large
+        except (ValueError, RuntimeError):  # merges that are not of bytes; a number that is too large, or far too large
             return None
         return cls(native, nfc, library or _load_library(content))
 

@@ -354,6 +354,7 @@ UNKNOWN: dict[str, Change] = {
     "new option": lambda c: c["model"].update(shuffle=True),
     "id twice": lambda c: c["model"]["vocab"].update(more=5),
     "id too large": lambda c: c["model"]["vocab"].update(a=1 << 21),
+    "id far too large": lambda c: c["model"]["vocab"].update(a=1 << 40),
     "no such byte": lambda c: c["model"]["vocab"].pop("Ġ"),
     "merge without token": lambda c: c["model"]["merges"].append(["Ã", "Ã"]),
     "merge of three": lambda c: c["model"].update(merges=["a b c"]),
