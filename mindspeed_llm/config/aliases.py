@@ -52,6 +52,22 @@ def no_weight_decay_condition(text: str) -> Mapping[str, object]:
     return {"apply_wd_to_qk_layernorm": True}
 
 
+def non_persistent_kind(text: str) -> Mapping[str, object]:
+    """The kind of checkpoints of which only the newest is kept: the one that exists changes nothing.
+
+    Raises:
+        ConfigError: another kind.
+    """
+    if text != "global":
+        raise ConfigError(
+            "--non-persistent-ckpt-type does not take this value",
+            got=text,
+            allowed="global: local and in_memory need a library that copies between nodes",
+            fix="--non-persistent-ckpt-type global, with --non-persistent-global-ckpt-dir on fast shared storage",
+        )
+    return {}
+
+
 ALIASES: Mapping[str, Alias] = MappingProxyType(
     {
         "--swiglu": Alias(
@@ -98,6 +114,9 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         "--use-deter-comp": Alias("training", "Same as --deterministic-mode.", sets(deterministic_mode=True)),
         "--encoder-num-layers": Alias("transformer", "Same as --num-layers.", renamed("num_layers"), takes=1),
         "--encoder-seq-length": Alias("training", "Same as --seq-length.", renamed("seq_length"), takes=1),
+        "--non-persistent-ckpt-type": Alias(
+            "checkpoint", "Kind of the checkpoints of which only the newest is kept: global.", non_persistent_kind, 1
+        ),
         "--hf-save-dir": Alias("checkpoint", "Same as --save-hf.", renamed("save_hf"), takes=1),
     }
 )

@@ -21,6 +21,30 @@ class CheckpointConfig:
     save_interval: int | None = option(None, flags=("--persistent-save-interval",))
     """Optimizer steps between checkpoints; by default only one at the end."""
 
+    async_save: bool = False
+    """Write checkpoints while training goes on, from a copy in host memory; the last one is waited for."""
+
+    save_retain_interval: int | None = None
+    """Keep checkpoints of multiples of this many steps, and of the others only the newest."""
+
+    save_total_limit: int | None = None
+    """Keep this many checkpoints, the newest ones."""
+
+    non_persistent_save_interval: int | None = None
+    """Optimizer steps between checkpoints of which only the newest is kept, beside those of the save interval."""
+
+    non_persistent_global_ckpt_dir: str | None = None
+    """Folder of those checkpoints; by default non_persistent in the save folder."""
+
+    ckpt_fully_parallel_save: bool = True
+    """Let data-parallel ranks write a part each of what they hold alike."""
+
+    ckpt_fully_parallel_load: bool = False
+    """Let data-parallel ranks read a part each of what they need alike, and send it to each other."""
+
+    dist_ckpt_optim_fully_reshardable: bool = False
+    """Keep optimizer state in every checkpoint so that any layout can load it, not only in the last one; slower."""
+
     save_hf: str | None = None
     """Write a Hugging Face folder here at the end of the run."""
 

@@ -37,7 +37,6 @@ NO_EFFECT: Mapping[str, NoEffect] = MappingProxyType(
         "--ckpt-format": NoEffect(CHECKPOINT_FORMAT, takes=1),
         "--use-dist-ckpt": NoEffect(CHECKPOINT_FORMAT),
         "--dist-ckpt-format": NoEffect(CHECKPOINT_FORMAT, takes=1),
-        "--ckpt-fully-parallel-save": NoEffect("it is the default"),
         "--tokenizer-not-use-fast": NoEffect("a tokenizer is always read by the fast implementation"),
         "--trust-remote-code": NoEffect("code from a model's folder is never run"),
         "--local-rank": NoEffect("the launcher's environment tells the rank", takes=1),

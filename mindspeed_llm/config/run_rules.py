@@ -16,7 +16,8 @@ from mindspeed_llm.errors import ConfigError
 POSITIVE = names(
     """tensor_model_parallel_size pipeline_model_parallel_size micro_batch_size global_batch_size seq_length
     max_position_embeddings vocab_size make_vocab_size_divisible_by ffn_hidden_size kv_channels num_query_groups
-    save_interval save_hf_interval eval_interval exit_interval exit_duration_in_mins log_interval
+    save_interval save_hf_interval save_retain_interval save_total_limit non_persistent_save_interval
+    eval_interval exit_interval exit_duration_in_mins log_interval
     tensorboard_log_interval distributed_timeout_minutes recompute_num_layers bucket_size peak_tflops layernorm_epsilon
     rotary_base rope_scaling_factor loss_scale initial_loss_scale num_dataset_builder_threads"""
 )
@@ -400,6 +401,12 @@ def tokenizer_is_complete(cfg: RunConfig) -> Iterator[ConfigError]:
 def files_have_a_place(cfg: RunConfig) -> Iterator[ConfigError]:
     """Intervals of saving have a place to save to."""
     c = cfg.checkpoint
+    if c.save is None:
+        wanting = ("save_retain_interval", "save_total_limit", "non_persistent_save_interval")
+        for name in wanting:
+            if getattr(c, name) is not None:
+                flag = field_table()[name].flag
+                yield ConfigError(f"{flag} has no folder to save to", got=getattr(c, name), fix="--save DIR")
     if c.save_hf_interval is not None and c.save_hf is None:
         yield ConfigError("--save-hf-interval has no folder to write to", fix="--save-hf DIR")
     if cfg.checkpoint.ckpt_step is not None and c.load is None:

@@ -19,6 +19,7 @@ from mindspeed_llm.device import current
 from mindspeed_llm.errors import SuiteError
 from mindspeed_llm.training.objective import Batch, Objective
 from mindspeed_llm.training.report import Reporter
+from mindspeed_llm.training.save_load import Saver
 from mindspeed_llm.training.state import Run
 from mindspeed_llm.training.step import StepResult, evaluate, train_step
 
@@ -42,13 +43,13 @@ class Hooks:
         train: the training stream, from the run's consumed samples on.
         held_out: split name -> opens a stream from the split's first sample, so that every evaluation of a run, resumed
             or not, is over the same samples and its losses compare.
-        save: keeps the run; told whether any layout must be able to load it.
+        saver: keeps the run.
         export: writes a Hugging Face folder; told whether the run ends here.
     """
 
     train: Streams
     held_out: Mapping[str, Callable[[], Streams]]
-    save: Callable[[bool], None]
+    saver: Saver
     export: Callable[[bool], None]
 
 
@@ -123,23 +124,28 @@ def train(run: Run, objective: Objective, hooks: Hooks, reporter: Reporter, *, s
         _require_numbers(cfg, progress.iteration, result)
         reporter.step(progress, result, batch, micro_batches)
         step = progress.iteration
+        hooks.saver.poll()
         if _due(cfg.training.eval_interval, step):
             _evaluate(run, objective, hooks, reporter, "valid")
             evaluated_at = step
         stopping = _must_stop(cfg, step, started) or stop.anywhere()
         last = stopping or step >= total
         if not last and _due(cfg.checkpoint.save_interval, step):
-            hooks.save(False)
+            hooks.saver.save()
             saved_at = step
+            reporter.resume_clock()
+        elif not last and _due(cfg.checkpoint.non_persistent_save_interval, step):
+            hooks.saver.save(persistent=False)
             reporter.resume_clock()
         if _due(cfg.checkpoint.save_hf_interval, step):
             hooks.export(False)
             reporter.resume_clock()
         if cfg.training.manual_gc and _due(cfg.training.manual_gc_interval or None, step):
             gc.collect()
+    hooks.saver.finish()
     if not cfg.training.skip_train:
         if saved_at != progress.iteration:
-            hooks.save(True)
+            hooks.saver.save(last=True)
         hooks.export(True)
     if cfg.training.skip_train or progress.iteration >= total > 0:
         if evaluated_at != progress.iteration:

@@ -24,7 +24,7 @@ from mindspeed_llm.training.initialize import finalize, initialize
 from mindspeed_llm.training.loop import Hooks, total_iterations, train
 from mindspeed_llm.training.objective import pretraining
 from mindspeed_llm.training.report import Reporter
-from mindspeed_llm.training.save_load import load_checkpoint, save_checkpoint
+from mindspeed_llm.training.save_load import Saver, load_checkpoint
 from mindspeed_llm.training.setup import setup
 from mindspeed_llm.training.state import Run
 from mindspeed_llm.training.streams import open_streams
@@ -86,7 +86,7 @@ def _run(cfg: RunConfig, origin: Origin, with_data: RunConfig, tokenizer: Tokeni
         streams = open_training(run.progress.consumed_samples)
     reporter = Reporter(cfg, total)
     reporter.start(_start_row(run, origin, total))
-    hooks = Hooks(streams, held_out, lambda portable: _save(run, portable), _exporter(run))
+    hooks = Hooks(streams, held_out, Saver(run), _exporter(run))
     kept = origin.kind == "checkpoint" and origin.folder == Path(cfg.checkpoint.save or "")
     train(run, pretraining, hooks, reporter, saved_at=origin.iteration if kept else -1)
     reporter.close()
@@ -100,11 +100,6 @@ def _set_up(cfg: RunConfig, origin: Origin) -> Run:
     if origin.kind == "checkpoint" and folder is not None:
         load_checkpoint(run, folder, origin.iteration)
     return run
-
-
-def _save(run: Run, portable: bool) -> None:
-    if run.cfg.checkpoint.save is not None:
-        save_checkpoint(run, portable=portable)
 
 
 def _exporter(run: Run):

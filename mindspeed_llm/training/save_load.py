@@ -10,10 +10,15 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from mindspeed_llm.checkpoint import mcore_io
+from mindspeed_llm.checkpoint.folders import NON_PERSISTENT, complete_iterations, require_save, retire
+from mindspeed_llm.checkpoint.saving import Save, begin
 from mindspeed_llm.config.resolve import ARCHITECTURE_FIELDS
+from mindspeed_llm.config.run import RunConfig
 from mindspeed_llm.core.groups import data_group, pipeline_group, tensor_group
+from mindspeed_llm.device import current
 from mindspeed_llm.errors import CheckpointError
 from mindspeed_llm.training.state import Run
 
@@ -80,19 +85,10 @@ def _layout(run: Run) -> dict[str, Any]:
     }
 
 
-def save_checkpoint(run: Run, *, portable: bool) -> Path:
-    """Save the run under ``--save``. Collective.
-
-    Args:
-        run: the run.
-        portable: store the optimizer so that any layout can load it (slower), rather than any number of data-parallel
-            ranks at the same tensor and pipeline layout.
-    """
+def _state(run: Run, metadata: dict[str, Any]) -> dict[str, Any]:
+    """All that a checkpoint holds, as a sharded state dict."""
     checkpoint = run.cfg.checkpoint
     run.gather_parameters()
-    distributed = bool(run.cfg.value("use_distributed_optimizer"))
-    form = ("fully_reshardable" if portable else "dp_reshardable") if distributed else None
-    metadata = _metadata(form)
     state = _model_state(run, metadata)
     if not checkpoint.no_save_optim:
         state["optimizer"] = run.optimizer.sharded_state_dict(state, metadata=metadata)
@@ -102,10 +98,96 @@ def save_checkpoint(run: Run, *, portable: bool) -> Path:
     state["progress"] = run.progress.state_dict()
     state["layout"] = _layout(run)
     state["config"] = {name: asdict(getattr(run.cfg, name)) for name in ("model", "transformer", "training")}
-    root = Path(checkpoint.save)  # pyright: ignore[reportArgumentType]  the caller checked
-    folder = mcore_io.save(root, run.progress.iteration, state, metadata)
-    logger.info("saved checkpoint %s", folder)
-    return folder
+    return state
+
+
+class Saver:
+    """The saves of a run under ``--save``, of which at most one is under way. All methods are collective."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._pending: tuple[Save, bool] | None = None
+
+    def save(self, *, last: bool = False, persistent: bool = True) -> None:
+        """Save the run as it is now; with ``--async-save`` training may go on while it is written.
+
+        The optimizer's state is kept so that any layout can load it (slower) when the run ends here or
+        ``--dist-ckpt-optim-fully-reshardable`` asks for it, and else for any number of data-parallel ranks at the same
+        tensor and pipeline layout.
+
+        Args:
+            last: the run ends here, so nothing is left to the background.
+            persistent: else the save is one of those of which only the newest is kept.
+
+        Raises:
+            CheckpointError: it cannot be written, or the one before could not; earlier saves are untouched.
+        """
+        self.finish()
+        checkpoint = self.run.cfg.checkpoint
+        if checkpoint.save is None:
+            return
+        root = Path(checkpoint.save) if persistent else non_persistent_root(self.run.cfg)
+        form = None
+        if self.run.cfg.value("use_distributed_optimizer"):
+            portable = last or checkpoint.dist_ckpt_optim_fully_reshardable
+            form = "fully_reshardable" if portable else "dp_reshardable"
+        metadata = _metadata(form)
+        spread = checkpoint.ckpt_fully_parallel_save and data_group().size() > 1
+        save = begin(
+            root,
+            self.run.progress.iteration,
+            _state(self.run, metadata),
+            metadata,
+            background=checkpoint.async_save and not last,
+            group=data_group() if spread else None,
+        )
+        self._pending = save, persistent
+        if not checkpoint.async_save or last:
+            self.finish()
+
+    def poll(self) -> None:
+        """Complete a save in the background if all ranks have written their part.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._pending is None:
+            return
+        written = torch.tensor([float(self._pending[0].written())], device=current().torch_device)
+        dist.all_reduce(written, dist.ReduceOp.MIN)
+        if written.item():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save that is under way, if any, and complete it.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._pending is None:
+            return
+        (save, persistent), self._pending = self._pending, None
+        checkpoint = self.run.cfg.checkpoint
+
+        def retire_others() -> None:
+            earlier = [iteration for iteration in complete_iterations(save.root) if iteration < save.iteration]
+            retire(
+                save.root,
+                save.iteration,
+                limit=checkpoint.save_total_limit if persistent else 1,
+                every=checkpoint.save_retain_interval if persistent else None,
+                replaces=max(earlier, default=None),
+            )
+
+        folder = save.finish(after=retire_others)
+        logger.info("saved checkpoint %s", folder)
+
+
+def non_persistent_root(cfg: RunConfig) -> Path:
+    """Where the saves lie of which only the newest is kept."""
+    checkpoint = cfg.checkpoint
+    given = checkpoint.non_persistent_global_ckpt_dir
+    return Path(given) if given else Path(checkpoint.save or "", NON_PERSISTENT)
 
 
 def load_checkpoint(run: Run, root: Path, iteration: int) -> None:
@@ -115,7 +197,7 @@ def load_checkpoint(run: Run, root: Path, iteration: int) -> None:
     Raises:
         CheckpointError: the save is missing, incomplete or does not fit.
     """
-    folder = mcore_io.require_save(root, iteration)
+    folder = require_save(root, iteration)
     checkpoint = run.cfg.checkpoint
     stored = mcore_io.load_metadata(folder)
     common = mcore_io.load_common(folder)
@@ -130,7 +212,8 @@ def load_checkpoint(run: Run, root: Path, iteration: int) -> None:
     with_rng = not (checkpoint.finetune or checkpoint.no_load_rng) and _layout(run) == common["layout"]
     if with_rng:
         state["rng_state"] = _rng_state()
-    loaded = mcore_io.load(folder, state)
+    spread = checkpoint.ckpt_fully_parallel_load and data_group().size() > 1
+    loaded = mcore_io.load(folder, state, group=data_group() if spread else None)
     for name, chunk in _bare_chunks(run).items():
         chunk.load_state_dict(loaded[name])
     if with_optimizer:

@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 import torch
 
-from mindspeed_llm.checkpoint import hf_io, mcore_io
+from mindspeed_llm.checkpoint import hf_io
 from mindspeed_llm.checkpoint.engine import ParallelGroups, check_export, load_hf_weights, save_hf
+from mindspeed_llm.checkpoint.folders import NON_PERSISTENT, TRACKER, latest_iteration, newest_root, require_save
 from mindspeed_llm.config.run import RunConfig
 from mindspeed_llm.core.groups import data_group, pipeline_group, tensor_group
 from mindspeed_llm.errors import CheckpointError, ConfigError
@@ -60,11 +61,12 @@ def find_origin(cfg: RunConfig) -> Origin:
                 )
             return Origin("hf", folder)
         if checkpoint.ckpt_step is not None:
-            mcore_io.require_save(folder, checkpoint.ckpt_step)
+            require_save(folder, checkpoint.ckpt_step)
             return Origin("checkpoint", folder, checkpoint.ckpt_step)
-        iteration = mcore_io.latest_iteration(folder)
+        root = newest_root(folder, Path(checkpoint.non_persistent_global_ckpt_dir or folder / NON_PERSISTENT))
+        iteration = latest_iteration(root)
         if iteration is not None:
-            return Origin("checkpoint", folder, iteration)
+            return Origin("checkpoint", root, iteration)
     saves = sorted(path.name for path in folder.glob("iter_" + 7 * "[0-9]")) if folder.is_dir() else []
     restart = checkpoint.save is not None and folder.resolve() == Path(checkpoint.save).resolve()
     if restart and not saves and not checkpoint.exit_on_missing_checkpoint:
@@ -76,7 +78,7 @@ def find_origin(cfg: RunConfig) -> Origin:
     raise CheckpointError(
         f"--load {folder} is neither a Hugging Face folder nor a checkpoint folder",
         got=found,
-        allowed=f"a folder with config.json and weights, or one with {mcore_io.TRACKER}",
+        allowed=f"a folder with config.json and weights, or one with {TRACKER}",
         fix="correct --load; drop it to train from random weights; --ckpt-step N takes a save without the tracker",
     )
 

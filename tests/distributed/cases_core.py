@@ -27,7 +27,7 @@ from mindspeed_llm.models.registry import family_for
 from mindspeed_llm.patching import applied_patches, apply
 from mindspeed_llm.training.initialize import initialize
 from mindspeed_llm.training.objective import pretraining
-from mindspeed_llm.training.save_load import load_checkpoint, save_checkpoint
+from mindspeed_llm.training.save_load import Saver, load_checkpoint
 from mindspeed_llm.training.setup import setup
 from mindspeed_llm.training.state import Run
 from mindspeed_llm.training.step import train_step
@@ -204,8 +204,8 @@ def train_some(
 def save(run: Run, folder: str, portable: bool) -> None:
     """Save to ``folder``, whatever the configuration says."""
     cfg = run.cfg
-    run.cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, save=folder))
-    save_checkpoint(run, portable=portable)
+    run.cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, save=folder, dist_ckpt_optim_fully_reshardable=portable))
+    Saver(run).save()
     run.cfg = cfg
 
 

@@ -26,6 +26,7 @@ from mindspeed_llm.errors import SuiteError
 from mindspeed_llm.training.initialize import finalize, initialize
 from mindspeed_llm.training.loop import Hooks, train
 from mindspeed_llm.training.objective import Batch, pretraining
+from mindspeed_llm.training.save_load import Saver
 from mindspeed_llm.training.setup import setup
 from mindspeed_llm.training.state import Run
 
@@ -136,7 +137,7 @@ def _train(cfg: RunConfig, run: Run, seen: Seen) -> None:
             pass
 
     streams = [_batches(cfg) for _ in run.chunks]
-    hooks = Hooks(streams, {}, lambda portable: None, lambda last: None)
+    hooks = Hooks(streams, {}, Saver(run), lambda last: None)
     try:
         train(run, pretraining, hooks, Reporter())  # pyright: ignore[reportArgumentType]
         seen.done["end"] = "trained"

@@ -62,11 +62,14 @@ def test_the_tracker_names_the_save_unless_a_flag_does(tmp_path: Path) -> None:
     assert "iter_0000010" in str(error.value)
 
 
-def test_a_flag_takes_a_save_without_tracker(tmp_path: Path) -> None:
+def test_without_a_tracker_the_newest_whole_save_is_taken(tmp_path: Path) -> None:
+    """A first save may be cut off between its name and the tracker."""
     root = saves(tmp_path, 10)
+    assert find_origin(configuration(load=str(root))) == Origin("checkpoint", root, 10)
+    assert find_origin(configuration(load=str(root), ckpt_step=10)) == Origin("checkpoint", root, 10)
+    (root / "iter_0000010" / "metadata.json").unlink()
     with pytest.raises(CheckpointError, match="--ckpt-step"):
         find_origin(configuration(load=str(root)))
-    assert find_origin(configuration(load=str(root), ckpt_step=10)) == Origin("checkpoint", root, 10)
 
 
 def test_the_restart_idiom_knows_a_folder_by_any_of_its_names(

@@ -1,0 +1,263 @@
+"""How a save is written: planned by megatron-core, written by this process, complete or invisible.
+
+megatron-core's own writer forks a process for each file and passes results through queues of a manager process; a
+killed one leaves the save waiting for ever. Here each rank writes its files in its own process, in the foreground or in
+a thread (``--async-save``), and everything that ends a save is one action of rank 0, whose outcome all ranks learn:
+
+1. rank 0 makes the draft folder ``iter_0000010.tmp``, and all ranks must see it (:func:`begin`);
+2. megatron-core plans who writes what; tensors are copied, so that training may go on;
+3. each rank writes ``__<rank>_<n>.distcp`` and waits for the disk;
+4. rank 0 writes ``.metadata`` and ``metadata.json``, renames the folder, then points the tracker at it
+   (:meth:`Save.finish`).
+"""
+
+# pyright: basic, reportMissingTypeStubs=false
+# Everything here is megatron-core and torch's checkpointing, which have no types.
+
+from __future__ import annotations
+
+import shutil
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
+
+import mindspeed_llm.core  # noqa: F401  the device seam comes before megatron-core
+from mindspeed_llm.checkpoint.durable import sync_file, sync_path
+from mindspeed_llm.checkpoint.folders import TRACKER, draft_folder, iteration_folder, retired_folder
+from mindspeed_llm.device import current
+from mindspeed_llm.errors import CheckpointError
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+BACKEND, VERSION = "torch_dist", 1
+
+
+class Save:
+    """A save under way; made by :func:`begin`."""
+
+    def __init__(self, root: Path, iteration: int, plan: _Plan, common: _Common, background: bool) -> None:
+        self.root = root
+        self.iteration = iteration
+        self._plan = plan
+        self._results: list[Any] = []
+        self._failure = common.failure
+        self._thread: threading.Thread | None = None
+        self._buckets = plan.staged(copy=background)
+        if background:
+            # Not a daemon: an interpreter that ends normally waits for the files.
+            self._thread = threading.Thread(target=self._write, name=f"save of iteration {iteration}")
+            self._thread.start()
+        else:
+            self._write()
+
+    def written(self) -> bool:
+        """Whether this rank's files are on the disk, or failed to get there."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def finish(self, after: Callable[[], None] = lambda: None) -> Path:
+        """Wait for the files of all ranks and make the save visible. Collective.
+
+        Args:
+            after: rank 0 does it when the save is complete.
+
+        Raises:
+            CheckpointError: a rank could not write; on all ranks. Earlier saves are untouched.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        final = iteration_folder(self.root, self.iteration)
+        mine = (self._results, self._failure and _describe(self._failure))
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.gather_object(mine, gathered if dist.get_rank() == 0 else None)
+
+        def publish() -> None:
+            failures = [failure for _, failure in gathered if failure]
+            if failures:
+                raise OSError("; ".join(dict.fromkeys(failures)))
+            self._plan.writer.finish(self._plan.metadata, [results for results, _ in gathered])
+            draft = draft_folder(self.root, self.iteration)
+            save_config(CheckpointingConfig(BACKEND, VERSION), str(draft))
+            _publish(self.root, draft, final, self.iteration)
+            after()
+
+        together(publish, f"the checkpoint {final} cannot be written")
+        return final
+
+    def _write(self) -> None:
+        try:
+            for path, key, items in self._buckets:
+                self._results += _write_file(path, key, items, self._plan.writer.transforms)
+        except (OSError, RuntimeError) as error:
+            self._failure = self._failure or error
+        finally:
+            self._buckets = []
+
+
+def begin(
+    root: Path,
+    iteration: int,
+    state: dict[str, Any],
+    metadata: dict[str, Any],
+    *,
+    background: bool = False,
+    group: Any = None,
+) -> Save:
+    """Start the save of ``iteration``. Collective, and so is :meth:`Save.finish`, which must follow.
+
+    Args:
+        root: the folder of saves; made if need be.
+        iteration: what the save is named for.
+        state: a sharded state dict.
+        metadata: how the optimizer's state was cut, kept with the save for the load.
+        background: copy the tensors and write in a thread, rather than write before this returns.
+        group: spread what its ranks hold alike over all of them (``--ckpt-fully-parallel-save``).
+
+    Raises:
+        CheckpointError: the folder cannot be made, or is not the same for all ranks; on all ranks.
+    """
+    draft = draft_folder(root, iteration)
+
+    def make() -> None:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+
+    together(make, f"the checkpoint folder {draft} cannot be made")
+    require_shared(draft)
+    plan, common = _Plan(), _Common()
+    register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, common)
+    dist_checkpointing.save(
+        state,
+        str(draft),
+        plan if group is None else FullyParallelSaveStrategyWrapper(plan, group),
+        async_sharded_save=True,
+        content_metadata=_plain(metadata),
+    )
+    return Save(root, iteration, plan, common, background)
+
+
+def together(action: Callable[[], None], what: str) -> None:
+    """Rank 0 acts; what goes wrong is an error on every rank rather than a wait for the one that left. Collective.
+
+    Raises:
+        CheckpointError: ``what``, with the reason.
+    """
+    failure: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except (OSError, RuntimeError) as error:
+            failure = [_describe(error)]
+    dist.broadcast_object_list(failure, device=current().torch_device)
+    if failure[0] is not None:
+        raise CheckpointError(what, got=failure[0], fix="earlier saves are as they were; see to the disk, or --save")
+
+
+def require_shared(folder: Path) -> None:
+    """All ranks must see a folder that rank 0 has. Collective.
+
+    Raises:
+        CheckpointError: some do not; on all ranks.
+    """
+    seen: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(seen, (socket.gethostname(), folder.is_dir()))
+    blind = sorted({f"rank {rank} on {host}" for rank, (host, sees) in enumerate(seen) if not sees})
+    if blind:
+        raise CheckpointError(
+            f"{folder.parent} is not the same folder on all nodes",
+            got=f"not seen by {', '.join(blind[:8])}",
+            allowed="storage that all ranks share: the pieces of a save belong together",
+            fix="--save on shared storage",
+        )
+
+
+class _Plan(TorchDistSaveShardedStrategy):
+    """megatron-core's plan of a save, without its way of writing."""
+
+    def __init__(self) -> None:
+        super().__init__(BACKEND, VERSION, thread_count=1)
+        self.writer: Any = None
+        self.metadata: Any = None
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> AsyncRequest:
+        self.writer = writer
+        self.metadata = save_state_dict_ret[1]
+        return AsyncRequest(None, (), [])
+
+    def staged(self, *, copy: bool) -> list[tuple[str, str, list[tuple[Any, Any]]]]:
+        """Path, key and items of each file of this rank; tensors in host memory, with ``copy`` in memory of their own.
+
+        megatron-core copies none that already is in host memory, so that a save in the background would hold what the
+        next steps make of it.
+        """
+        buckets = []
+        for path, key, (objects, tensors) in self.writer.write_buckets:
+            moved = [(item, tensor.detach().to("cpu", copy=copy)) for item, tensor in tensors]
+            buckets.append((path, key, [*objects, *moved]))
+        # The plan would keep the originals.
+        self.writer.write_buckets = []
+        return buckets
+
+
+class _Common(TorchCommonSaveStrategy):
+    """What is not sharded, written by rank 0; a failure is kept for :meth:`Save.finish`, where all ranks hear of it."""
+
+    def __init__(self) -> None:
+        self.failure: Exception | None = None
+
+    def save_common(self, common_state_dict: Any, checkpoint_dir: Any) -> None:
+        if dist.get_rank() != 0:
+            return
+        try:
+            with open(Path(checkpoint_dir, COMMON_STATE_FNAME), "wb") as file:
+                torch.save(common_state_dict, file)
+                sync_file(file)
+        except (OSError, RuntimeError) as error:
+            self.failure = error
+
+
+def _write_file(path: str, key: str, items: list[tuple[Any, Any]], transforms: Any) -> list[Any]:
+    results = []
+    with open(path, "wb") as file:
+        for item, data in items:
+            results.append(_write_item(transforms, file, data, item, key, SerializationFormat.TORCH_SAVE))
+        sync_file(file)
+    return results
+
+
+def _describe(error: Exception) -> str:
+    return f"rank {dist.get_rank()} on {socket.gethostname()}: {error}"
+
+
+def _plain(metadata: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in metadata.items() if not isinstance(value, dist.ProcessGroup)}
+
+
+def _publish(root: Path, draft: Path, final: Path, iteration: int) -> None:
+    for path in [*draft.iterdir(), draft]:
+        sync_path(path)
+    retired = retired_folder(root, iteration)
+    shutil.rmtree(retired, ignore_errors=True)
+    if final.exists():
+        final.rename(retired)
+    draft.rename(final)
+    sync_path(root)
+    tracker = root / TRACKER
+    fresh = tracker.with_name(TRACKER + ".tmp")
+    with fresh.open("wb") as file:
+        file.write(str(iteration).encode())
+        sync_file(file)
+    fresh.replace(tracker)
+    sync_path(root)
+    shutil.rmtree(retired, ignore_errors=True)
