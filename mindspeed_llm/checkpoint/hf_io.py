@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_llm.checkpoint.durable import sync_file, sync_path
+from mindspeed_llm.checkpoint.trusted import file_beside, read_tensors
 from mindspeed_llm.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -114,28 +115,8 @@ class _SafetensorsSource:
 
 
 class _PickledSource:
-    """``pytorch_model.bin`` files, read with torch's restricted unpickler only."""
-
     def __init__(self, paths: Sequence[Path]) -> None:
-        import pickle
-
-        self._loaded: dict[str, Tensor] = {}
-        for path in paths:
-            try:
-                state: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
-                raise CheckpointError(
-                    f"{path} cannot be read without running code from it: {str(error).splitlines()[0]}",
-                    fix="save it again with torch 1.6 or newer as plain tensors, or as safetensors",
-                ) from error
-            if not isinstance(state, dict):
-                raise CheckpointError(f"{path} is not a mapping of names to tensors", got=type(state).__name__)
-            for name, tensor in cast("dict[object, object]", state).items():
-                if not isinstance(name, str) or not isinstance(tensor, Tensor):
-                    raise CheckpointError(
-                        f"{path} is not a mapping of names to tensors", got=f"{name!r}: {type(tensor)}"
-                    )
-                self._loaded[name] = tensor
+        self._loaded = {name: tensor for path in paths for name, tensor in read_tensors(path).items()}
         self.tensors = {name: TensorInfo(tuple(t.shape), t.dtype) for name, t in self._loaded.items()}
 
     def read(self, name: str, rows: tuple[int, int] | None = None, columns: tuple[int, int] | None = None) -> Tensor:
@@ -181,13 +162,13 @@ def open_tensors(folder: str | os.PathLike[str], stack: ExitStack) -> TensorSour
     """
     root = Path(folder)
     if (root / SAFE_INDEX).is_file():
-        files = _indexed(root, SAFE_INDEX)
+        files = indexed_files(root, SAFE_INDEX)
         source: TensorSource = _SafetensorsSource(sorted(set(files.values())), stack)
         _same_names(root / SAFE_INDEX, files, source.tensors)
     elif (root / SAFE_SINGLE).is_file():
         source = _SafetensorsSource([root / SAFE_SINGLE], stack)
     elif (root / BIN_INDEX).is_file():
-        files = _indexed(root, BIN_INDEX)
+        files = indexed_files(root, BIN_INDEX)
         source = _PickledSource(sorted(set(files.values())))
         _same_names(root / BIN_INDEX, files, source.tensors)
     elif (root / BIN_SINGLE).is_file():
@@ -201,16 +182,18 @@ def open_tensors(folder: str | os.PathLike[str], stack: ExitStack) -> TensorSour
     return source
 
 
-def _indexed(root: Path, index_name: str) -> dict[str, Path]:
-    """Tensor name -> file, all of which are there."""
+def indexed_files(root: Path, index_name: str) -> dict[str, Path]:
+    """Tensor name -> file, by an index; all of them are there.
+
+    Raises:
+        CheckpointError: the index cannot be read, or names files that are missing or elsewhere.
+    """
     weight_map: Any = _read_json(root / index_name).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{root / index_name} has no weight_map")
     files: dict[str, Path] = {}
     for name, shard in cast("dict[str, object]", weight_map).items():
-        if not isinstance(shard, str) or Path(shard).name != shard:
-            raise CheckpointError(f"{root / index_name}: not a file name beside the index", got=f"{name}: {shard}")
-        files[name] = root / shard
+        files[name] = file_beside(root / index_name, shard)
     missing = sorted({path.name for path in files.values() if not path.is_file()})
     if missing:
         raise CheckpointError(f"{root} lacks shards that {index_name} names", got=", ".join(missing))

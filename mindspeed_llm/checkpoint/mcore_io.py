@@ -11,12 +11,14 @@ from typing import Any, cast
 from torch.distributed.checkpoint.api import CheckpointException as CollectiveError
 
 import mindspeed_llm.core  # noqa: F401  the device seam comes before megatron-core
+from mindspeed_llm.checkpoint.trusted import read_common
+from mindspeed_llm.checkpoint.trusted_load import TrustedCommonStrategy, TrustedShardedStrategy
 from mindspeed_llm.errors import CheckpointError
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
 
@@ -32,14 +34,23 @@ def load(folder: Path, state: dict[str, Any], *, group: Any = None) -> dict[str,
         CheckpointError: the save lacks something that ``state`` asks for, or its pieces do not fit.
     """
     try:
-        strategy = None if group is None else FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), group)
-        loaded = dist_checkpointing.load(state, str(folder), strategy, strict=StrictHandling.RAISE_UNEXPECTED)
+        strategy = TrustedShardedStrategy()
+        loaded = dist_checkpointing.load(
+            state,
+            str(folder),
+            strategy if group is None else FullyParallelLoadStrategyWrapper(strategy, group),
+            TrustedCommonStrategy(),
+            strict=StrictHandling.RAISE_UNEXPECTED,
+        )
         return cast(dict[str, Any], loaded)
     except (OSError, EOFError) as error:
         raise _damaged(folder, error) from error
     except CollectiveError as error:
         # A BaseException: what each rank met, in one.
         causes = [wrapped[0] for wrapped in error.failures.values()]
+        ours = [cause for cause in causes if isinstance(cause, CheckpointError)]
+        if ours:
+            raise ours[0] from error
         if any(isinstance(cause, OSError | EOFError) for cause in causes):
             raise _damaged(folder, causes[0]) from error
         raise _misfit(folder, causes[0]) from error
@@ -65,9 +76,9 @@ def _misfit(folder: Path, error: BaseException) -> CheckpointError:
 
 def load_metadata(folder: Path) -> dict[str, Any]:
     """How the optimizer's state of a save was cut."""
-    return dist_checkpointing.load_content_metadata(str(folder)) or {}
+    return dist_checkpointing.load_content_metadata(preloaded_state_dict=load_common(folder)) or {}
 
 
 def load_common(folder: Path) -> dict[str, Any]:
     """The part of a save that is not sharded: counters, schedule, configuration."""
-    return dist_checkpointing.load_common_state_dict(str(folder))
+    return read_common(folder / COMMON_STATE_FNAME)
