@@ -92,7 +92,13 @@ class Save:
             _publish(self.root, draft, final, self.iteration)
             after()
 
-        together(publish, f"the checkpoint {final} cannot be written")
+        try:
+            together(publish, f"the checkpoint {final} cannot be written")
+        except CheckpointError:
+            if dist.get_rank() == 0:
+                # It is of no use, and the disk may be full.
+                shutil.rmtree(draft_folder(self.root, self.iteration), ignore_errors=True)
+            raise
         return final
 
     def _write(self) -> None:

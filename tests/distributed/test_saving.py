@@ -1,0 +1,96 @@
+"""Saves: the background writes what the foreground does, a failure is every rank's, and only what may go is deleted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mindspeed_llm.core  # noqa: F401  the seam comes first
+from tests.distributed.pool import Pool
+from tests.fixtures import hf_folder
+from tests.parity.layouts import parse_layout
+from tests.parity.reference import token_batches
+
+HERE = "tests.distributed.cases_saving"
+VOCAB = 328
+
+
+@pytest.fixture(scope="module")
+def folder() -> str:
+    return str(hf_folder("q25", vocab=VOCAB))
+
+
+def run(pool: Pool, case: str, layout: str, folder: str, steps: int, **arguments: Any) -> list[Any]:
+    tokens = token_batches(vocab=VOCAB, seed=3, steps=steps)[:, :4, :17]
+    ranks = parse_layout(layout)[0]
+    return pool.run(f"{HERE}:{case}", ranks, timeout=150, folder=folder, layout=layout, tokens=tokens, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("layout", "portable"),
+    [("one", False), ("dp2+dist", False), ("dp2+dist", True), ("tp2+pp2", False)],
+)
+def test_a_save_in_the_background_is_that_of_its_step(
+    pool: Pool, tmp_path: Path, folder: str, layout: str, portable: bool
+) -> None:
+    found = run(pool, "both_ways", layout, folder, 3, root=str(tmp_path), portable=portable)
+    assert len(found[0]["sync"]) >= len(found) + 3
+    for rank in found:
+        assert not rank["early"], "training must not have waited for the files"
+        assert rank["waited"]
+        # .metadata holds the names of plans, not of tensors: its bytes depend on the order of a set.
+        for name in rank["sync"].keys() - {".metadata"}:
+            assert rank["async"][name] == rank["sync"][name], name
+        assert rank["async"].keys() == rank["sync"].keys()
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
+@pytest.mark.parametrize("where", ["shard", "metadata", "publish"])
+def test_a_full_disk_is_every_ranks_error_and_costs_no_save(
+    pool: Pool, tmp_path: Path, folder: str, where: str, background: bool
+) -> None:
+    found = run(pool, "failing", "dp2", folder, 3, root=str(tmp_path), where=where, background=background)
+    for rank in found:
+        assert "No space left on device" in rank["message"]
+        assert f"rank {1 if where == 'shard' else 0} on" in rank["message"]
+        assert rank["after"] == 1
+        assert rank["left"] == ["iter_0000001", "latest_checkpointed_iteration.txt"]
+        assert rank["then"] == 3
+
+
+def test_a_folder_that_cannot_be_made_is_every_ranks_error(pool: Pool, tmp_path: Path, folder: str) -> None:
+    (tmp_path / "file").write_text("in the way")
+    for message in run(pool, "unwritable", "dp2", folder, 1, root=str(tmp_path / "file")):
+        assert "cannot be made" in message
+        assert "--save" in message
+
+
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ({}, [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6]]),
+        ({"save_total_limit": 2}, [[1], [1, 2], [2, 3], [3, 4], [4, 5], [5, 6]]),
+        ({"save_retain_interval": 3}, [[1], [2], [3], [3, 4], [3, 5], [3, 6]]),
+    ],
+    ids=["all", "limit", "interval"],
+)
+def test_what_is_kept(
+    pool: Pool, tmp_path: Path, folder: str, limits: dict[str, int], expected: list[list[int]]
+) -> None:
+    for rank in run(pool, "kept", "dp2", folder, 6, root=str(tmp_path), **limits):
+        assert rank == expected
+    assert not list(tmp_path.glob("*.removed"))
+
+
+def test_of_saves_that_are_not_persistent_the_newest_is_kept(pool: Pool, tmp_path: Path, folder: str) -> None:
+    for rank in run(pool, "newest_only", "one", folder, 4, root=str(tmp_path)):
+        assert rank["persistent"] == [[], [2], [2], [2]]
+        assert rank["other"] == [[1], [1], [3], [4]]
+
+
+def test_storage_that_is_not_shared_is_refused(pool: Pool, tmp_path: Path) -> None:
+    for message in pool.run(f"{HERE}:not_shared", 2, root=str(tmp_path)):
+        assert "not the same folder on all nodes" in message
+        assert "rank 1" in message
