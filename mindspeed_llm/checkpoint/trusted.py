@@ -178,7 +178,7 @@ def file_beside(index: Path, name: object) -> Path:
     Raises:
         CheckpointError: it would be a file elsewhere.
     """
-    if not isinstance(name, str) or Path(name).name != name or name == ".." or "\0" in name:
+    if not isinstance(name, str) or Path(name).name != name or name in ("", "..") or "\0" in name:
         raise CheckpointError(f"{index}: not a file name beside the index", got=repr(name), fix=REMEDY)
     home = index.parent.resolve()
     allowed = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]

@@ -1,0 +1,333 @@
+"""Poisoned files of every kind run nothing, and what saves really hold is read."""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import enum
+import json
+import os
+import pickle
+import random
+import signal
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
+
+from mindspeed_llm.checkpoint import hf_io, trusted
+from mindspeed_llm.checkpoint.trusted import Inert, read_common, read_legacy, read_metadata, read_object, read_tensors
+from mindspeed_llm.errors import CheckpointError
+
+
+class Poison:
+    """Calls ``function`` when it is unpickled."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self.call = function, args
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.call
+
+
+#: What a file could run, and how errors call it. Each leaves a file "ran" in the current folder.
+POISONS = {
+    "posix.system": Poison(os.system, "touch ran"),
+    "eval": Poison(builtins.eval, "open('ran', 'w')"),
+    "io.open": Poison(open, "ran", "w"),
+    "pathlib.Path.touch": Poison(Path.touch, Path("ran")),
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    before = set(torch.serialization.get_safe_globals())
+    yield
+    assert not (tmp_path / "ran").exists()
+    assert set(torch.serialization.get_safe_globals()) == before
+
+
+def index_of(*names: object) -> Metadata:
+    """The index of a save of one object in each of the files ``names``."""
+    entries = {MetadataIndex(f"object{i}"): filesystem._StorageInfo(name, 0, 9) for i, name in enumerate(names)}  # pyright: ignore[reportArgumentType]
+    return Metadata({key.fqn: BytesStorageMetadata() for key in entries}, storage_data=entries)
+
+
+def error_of(read: Callable[[Path], object], path: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        read(path)
+    assert path.name in str(caught.value)
+    return str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------------- poisoned files
+
+
+def test_the_poisons_work(tmp_path: Path) -> None:
+    for poison in POISONS.values():
+        pickle.loads(pickle.dumps(poison))
+        (tmp_path / "ran").unlink()
+
+
+@pytest.mark.parametrize("name", POISONS)
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_a_poisoned_index_runs_nothing(tmp_path: Path, name: str, protocol: int) -> None:
+    path = tmp_path / ".metadata"
+    for poisoned in (POISONS[name], index_of(POISONS[name]), {"a": [POISONS[name]]}):
+        path.write_bytes(pickle.dumps(poisoned, protocol))
+        text = error_of(read_metadata, path)
+        assert "without running code" in text
+        # Before protocol 4, pathlib.Path.touch is getattr(pathlib.Path, "touch").
+        assert name.split(".")[0] in text or "getattr" in text
+
+
+@pytest.mark.parametrize("name", POISONS)
+@pytest.mark.parametrize("read", [read_common, read_tensors, read_legacy, lambda path: read_object(path, path)])
+def test_a_poisoned_file_of_torch_runs_nothing(tmp_path: Path, name: str, read: Callable[[Path], object]) -> None:
+    path = tmp_path / "model_optim_rng.pt"
+    for poisoned in (POISONS[name], {"model": {"weight": torch.ones(2), "more": POISONS[name]}}):
+        torch.save(poisoned, path)
+        text = error_of(read, path)
+        assert "without running code" in text
+        # pathlib.Path.touch is written as getattr(pathlib.Path, "touch").
+        assert name in text or "getattr" in text
+
+
+def test_a_variable_of_the_environment_does_not_open_the_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    torch.save({"a": POISONS["posix.system"]}, tmp_path / "common.pt")
+    for read in (read_common, read_tensors, read_legacy):
+        assert "posix.system" in error_of(read, tmp_path / "common.pt")
+
+
+def test_what_others_allow_is_not_allowed_here(tmp_path: Path) -> None:
+    torch.save({"a": POISONS["eval"]}, tmp_path / "common.pt")
+    with torch.serialization.safe_globals([eval]):
+        assert "eval" in error_of(read_common, tmp_path / "common.pt")
+
+
+def test_pytorch_model_bin_and_its_shards_run_nothing(tmp_path: Path) -> None:
+    torch.save({"model.norm.weight": POISONS["posix.system"]}, tmp_path / "shard.bin")
+    (tmp_path / hf_io.BIN_INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": "shard.bin"}}))
+    with ExitStack() as stack, pytest.raises(CheckpointError, match=r"shard\.bin(.|\n)*posix\.system"):
+        hf_io.open_tensors(tmp_path, stack)
+
+
+def test_an_index_cannot_change_a_class(tmp_path: Path) -> None:
+    # GLOBAL of the class, then BUILD with a slot state, which sets attributes of whatever it is given.
+    poisoned = b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\nN}X\x06\x00\x00\x00extrasK\x01s\x86b."
+    (tmp_path / ".metadata").write_bytes(poisoned)
+    try:
+        assert "changes a class" in error_of(read_metadata, tmp_path / ".metadata")
+    finally:
+        del Metadata.extras  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_getattr_takes_members_of_enumerations_only(tmp_path: Path) -> None:
+    path = tmp_path / ".metadata"
+    header = b"\x80\x02cbuiltins\ngetattr\n"
+    path.write_bytes(header + b"ctorch.distributed.checkpoint.planner\nWriteItemType\nX\x05\x00\x00\x00SHARD\x86R.")
+    assert "got: WriteItemType" in error_of(read_metadata, path)
+    path.write_bytes(header + b"ctorch\nSize\nX\x05\x00\x00\x00count\x86R.")
+    assert "Can only take members of an enumeration" in error_of(read_metadata, path)
+
+
+# ----------------------------------------------------------------------------------------------- files that lie outside
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../other/a", "a/b", "..", ".", "", "a\0b", 7, ["a"]])
+def test_an_index_that_points_elsewhere_is_refused(tmp_path: Path, name: object) -> None:
+    path = tmp_path / ".metadata"
+    path.write_bytes(pickle.dumps(index_of("__0_0.distcp", name)))
+    error_of(read_metadata, path)
+    with pytest.raises(CheckpointError, match="not a file name beside the index"):
+        trusted.file_beside(path, name)
+
+
+def test_links_out_of_the_folder_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere.distcp").touch()
+    save = tmp_path / "save"
+    save.mkdir()
+    (save / "own.distcp").touch()
+    (save / "inside.distcp").symlink_to("own.distcp")
+    (save / "outside.distcp").symlink_to("../elsewhere.distcp")
+    (save / "loop.distcp").symlink_to("loop.distcp")
+    linked = tmp_path / "linked"
+    linked.symlink_to(save)
+    for folder in (save, linked):
+        (folder / ".metadata").write_bytes(pickle.dumps(index_of("own.distcp", "inside.distcp")))
+        assert len(read_metadata(folder / ".metadata").storage_data) == 2
+        for name, message in (("outside", "leads out of its folder"), ("loop", "cannot be followed")):
+            (folder / ".metadata").write_bytes(pickle.dumps(index_of("own.distcp", f"{name}.distcp")))
+            with pytest.raises(CheckpointError, match=message):
+                read_metadata(folder / ".metadata")
+
+
+def test_the_cache_of_huggingface_hub_is_read(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    revision, blobs = tmp_path / "models--a--b/snapshots/1234", tmp_path / "models--a--b/blobs"
+    revision.mkdir(parents=True)
+    blobs.mkdir()
+    save_file({"w": torch.ones(2)}, blobs / "feed")
+    (revision / "model-00001-of-00001.safetensors").symlink_to("../../blobs/feed")
+    (revision / hf_io.SAFE_INDEX).write_text(json.dumps({"weight_map": {"w": "model-00001-of-00001.safetensors"}}))
+    with ExitStack() as stack:
+        assert hf_io.open_tensors(revision, stack).read("w").tolist() == [1, 1]
+    (blobs / "feed").rename(tmp_path / "feed")
+    (revision / "model-00001-of-00001.safetensors").unlink()
+    (revision / "model-00001-of-00001.safetensors").symlink_to(tmp_path / "feed")
+    with ExitStack() as stack, pytest.raises(CheckpointError, match="leads out of its folder"):
+        hf_io.open_tensors(revision, stack)
+
+
+# ----------------------------------------------------------------------------------------------- what is read as it was
+
+
+@pytest.mark.parametrize("size", [0, 1, 40, 200])
+def test_cut_files_are_damaged(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(pickle.dumps(index_of("__0_0.distcp"))[:size])
+    assert "is damaged" in error_of(read_metadata, path)
+    torch.save({"a": torch.ones(9)}, path)
+    os.truncate(path, size)
+    for read in (read_common, read_tensors, read_legacy):
+        assert "is damaged" in error_of(read, path)
+    for read in (read_metadata, read_common, read_tensors, read_legacy):
+        assert "FileNotFoundError" in error_of(read, tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("content", [7, [1], None])
+def test_something_else_is_named(tmp_path: Path, content: object) -> None:
+    torch.save(content, tmp_path / "x")
+    for read in (read_common, read_tensors, read_legacy):
+        assert "not a mapping" in error_of(read, tmp_path / "x")
+    (tmp_path / "x").write_bytes(pickle.dumps(content))
+    assert "not the index" in error_of(read_metadata, tmp_path / "x")
+
+
+def test_states_of_generators_come_back(tmp_path: Path) -> None:
+    state = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "scalars": (np.float32(1.5), np.int64(3), np.bool_(True)),
+    }
+    torch.save(state, tmp_path / "x")
+    found = read_object(tmp_path / "x", "x")
+    assert found["python"] == state["python"]
+    assert found["scalars"] == state["scalars"]
+    assert torch.equal(found["torch"], state["torch"])
+    np.testing.assert_equal(found["numpy"], state["numpy"])
+
+
+def test_indices_come_back(tmp_path: Path) -> None:
+    index = index_of("__0_0.distcp", "__1_0.distcp")
+    index.all_local_plans = [SavePlan([])]  # pyright: ignore[reportAttributeAccessIssue]  as megatron-core does
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(index))
+    found = read_metadata(tmp_path / ".metadata")
+    assert (found, vars(found)["all_local_plans"]) == (index, [SavePlan([])])
+
+
+def import_name(module: str) -> types.ModuleType:
+    """The module of that name, or an empty one, and its packages."""
+    parent, _, _ = module.rpartition(".")
+    if parent:
+        import_name(parent)
+    return sys.modules.setdefault(module, types.ModuleType(module))
+
+
+@pytest.fixture
+def modules() -> Iterator[Callable[[], None]]:
+    """Forgets, when called, the modules that the test has made up."""
+    before = set(sys.modules)
+
+    def forget() -> None:
+        for name in set(sys.modules) - before:
+            del sys.modules[name]
+
+    yield forget
+    forget()
+
+
+def of_module(name: str, module: str, *bases: type, **members: Any) -> Any:
+    """A class that is pickled as one of ``module``, and gone when it is read."""
+    kind = types.new_class(name, bases, exec_body=lambda space: space.update(members, __module__=module))
+    import_name(module).__dict__[name] = kind
+    return kind
+
+
+class Backend(enum.Enum):
+    """Made one of torch_npu's by the test."""
+
+    FLASH = 3
+
+
+def test_legacy_files_are_read_without_their_software(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, modules: Callable[[], None]
+) -> None:
+    Tokenizer = of_module("OldTokenizer", "mindspeed_llm_old.tokenizer")
+    Config = of_module("OldConfig", "megatron.training.old")
+    monkeypatch.setattr(Backend, "__module__", "torch_npu.old")
+    import_name("torch_npu.old").__dict__["Backend"] = Backend
+    tokenizer, config = Tokenizer(), Config()
+    tokenizer.vocab, config.width = ["a"], 8
+    arguments = argparse.Namespace(
+        hidden_size=8,
+        params_dtype=torch.bfloat16,
+        backend=Backend.FLASH,
+        exit_signal=signal.SIGTERM,
+        tokenizer=tokenizer,
+    )
+    model = {"weight": torch.arange(6.0).reshape(2, 3).t(), "bias": torch.ones(2, dtype=torch.bfloat16)}
+    rng = [{"np_rng_state": np.random.get_state(), "random_rng_state": random.getstate()}]
+    path = tmp_path / "model_optim_rng.pt"
+    torch.save({"args": arguments, "model": model, "iteration": 5, "rng_state": rng, "config": config}, path)
+    modules()
+
+    found = read_legacy(path)
+    assert found["iteration"] == 5
+    assert all(torch.equal(found["model"][name], value) for name, value in model.items())
+    arguments_read = vars(found["args"])
+    assert (arguments_read["hidden_size"], arguments_read["params_dtype"]) == (8, torch.bfloat16)
+    assert arguments_read["exit_signal"] is signal.SIGTERM
+    np.testing.assert_equal(found["rng_state"], rng)
+    for stand_in in (arguments_read["backend"], arguments_read["tokenizer"], found["config"]):
+        assert isinstance(stand_in, Inert)
+    assert arguments_read["backend"].args == (3,)
+    assert arguments_read["tokenizer"].state == {"vocab": ["a"]}
+    assert repr(found["config"]) == "<megatron.training.old.OldConfig, not loaded>"
+    assert not {"torch_npu", "mindspeed_llm_old", "megatron.training.old"} & set(sys.modules)
+
+
+def test_tensors_of_an_npu_are_read_on_the_cpu(tmp_path: Path, modules: Callable[[], None]) -> None:
+    def _rebuild_npu_tensor() -> None: ...
+
+    _rebuild_npu_tensor.__module__ = "torch_npu.utils.storage"
+    _rebuild_npu_tensor.__qualname__ = "_rebuild_npu_tensor"
+    import_name("torch_npu.utils.storage").__dict__["_rebuild_npu_tensor"] = _rebuild_npu_tensor
+    storage = torch.arange(6.0)._typed_storage()
+    arguments = (storage, 1, (2, 2), (2, 1), False, {}, 29)
+    torch.save({"weight": Poison(_rebuild_npu_tensor, *arguments)}, tmp_path / "model_optim_rng.pt")
+    modules()
+    assert read_legacy(tmp_path / "model_optim_rng.pt")["weight"].tolist() == [[1, 2], [3, 4]]
+
+
+def test_only_whole_names_of_packages_are_inert(tmp_path: Path, modules: Callable[[], None]) -> None:
+    for module in ("megatronx.evil", "not_mindspeed.evil", "xmegatron", "mindspeed"):
+        torch.save({"a": of_module("Class", module)()}, tmp_path / "x.pt")
+        modules()
+        if module == "mindspeed":
+            assert isinstance(read_legacy(tmp_path / "x.pt")["a"], Inert)
+        else:
+            assert f"got: {module}.Class" in error_of(read_legacy, tmp_path / "x.pt")
