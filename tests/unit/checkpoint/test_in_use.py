@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from mindspeed_llm.checkpoint.in_use import NAME, hold
+from mindspeed_llm.checkpoint.in_use import NAME, _here, hold
 from mindspeed_llm.errors import CheckpointError
 
 HOLD = "import sys, time, pathlib; from mindspeed_llm.checkpoint.in_use import hold\n"
@@ -46,7 +47,7 @@ def test_a_killed_writer_is_no_writer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", [{"pid": 2**22 + 1}, {"start": "1"}], ids=str)
 def test_an_identifier_that_came_back_is_no_writer(tmp_path: Path, change: dict[str, object]) -> None:
-    mark = {"host": socket.gethostname(), "pid": os.getpid(), "start": "0", "since": "then"}
+    mark = {**_here(), "pid": os.getpid(), "start": "0", "since": "then"}
     (tmp_path / NAME).write_text(json.dumps(mark | change))
     with hold(tmp_path):
         pass
@@ -55,8 +56,32 @@ def test_an_identifier_that_came_back_is_no_writer(tmp_path: Path, change: dict[
         pass
 
 
-def test_a_writer_elsewhere_is_reported_with_the_remedy(tmp_path: Path) -> None:
-    (tmp_path / NAME).write_text(json.dumps({"host": "elsewhere", "pid": 1, "start": "1", "since": "then"}))
-    words = r"(?s)process 1 on elsewhere.*if it is gone, delete .*in_use"
-    with pytest.raises(CheckpointError, match=words), hold(tmp_path):
-        pass
+@pytest.mark.parametrize("place", [{"host": "elsewhere"}, {"space": "another container"}], ids=str)
+def test_a_writer_elsewhere_is_one_while_it_touches_its_mark(tmp_path: Path, place: dict[str, str]) -> None:
+    mark = tmp_path / NAME
+    mark.write_text(json.dumps({**_here(), **place, "pid": os.getpid(), "start": "1", "since": "then"}))
+    ended = threading.Event()
+
+    def touch() -> None:
+        while not ended.wait(0.01):
+            os.utime(mark)
+
+    thread = threading.Thread(target=touch)
+    thread.start()
+    try:
+        with pytest.raises(CheckpointError, match=f"process {os.getpid()} on"), hold(tmp_path, beat=0.1):
+            pass
+    finally:
+        ended.set()
+        thread.join()
+    with hold(tmp_path, beat=0.01):
+        assert json.loads(mark.read_text())["start"] != "1"
+
+
+def test_the_mark_is_touched(tmp_path: Path) -> None:
+    with hold(tmp_path, beat=0.01):
+        before = (tmp_path / NAME).stat().st_mtime_ns
+        deadline = time.monotonic() + 20
+        while (tmp_path / NAME).stat().st_mtime_ns == before:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
