@@ -83,6 +83,8 @@ class TensorSource(Protocol):
 
 
 def _cut(source: Any, dims: int, rows: tuple[int, int] | None, columns: tuple[int, int] | None) -> Tensor:
+    if dims == 0:
+        return source[...]
     row_slice = slice(*rows) if rows else slice(None)
     if dims < 2 or columns is None:
         return source[row_slice]
