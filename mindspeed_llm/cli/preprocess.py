@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import signal
@@ -23,7 +24,7 @@ from mindspeed_llm.data.prepare import PrepareResult, PrepareSettings, prepare
 from mindspeed_llm.data.ray_job import prepare_on_ray
 from mindspeed_llm.data.report import require_matplotlib, write_report
 from mindspeed_llm.data.tokenizer import Tokenizer, build_tokenizer
-from mindspeed_llm.errors import ConfigError, SuiteError
+from mindspeed_llm.errors import ConfigError, DataError, SuiteError
 
 ORDER_IS_KEPT = "documents keep the order of the input, whatever the number of workers"
 STREAMED = "the input is always read as a stream, and nothing of it is cached"
@@ -258,7 +259,7 @@ def _report(result: PrepareResult, output: str, tokenizer: Tokenizer) -> None:
         bad_rows=result.bad_reasons,
         text_bytes=result.text_bytes,
         truncated=0,
-        output=Path(output),
+        output=output,
     )
     sys.stdout.write(f"{page}: the report\n")
 
@@ -286,11 +287,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A batch system stops a job with SIGTERM: unwinding the stack removes what is half made.
     signal.signal(signal.SIGTERM, _interrupt)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a terminal need not have the letters of a name
     try:
         run(parse(argv))
     except SuiteError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
+    except OSError as error:
+        # Of what is read, data turns these into errors of its own.
+        place = error.filename2 or error.filename
+        failure = DataError(
+            "What is prepared cannot be written.",
+            got=": ".join(filter(None, (place and os.fsdecode(place), error.strerror or str(error)))),
+            allowed="a folder to write to, with room for two or four bytes a token",
+            fix="--output-prefix",
+        )
+        sys.stderr.write(f"error: {failure}\n")
+        return failure.exit_code
     except KeyboardInterrupt:
         sys.stderr.write("interrupted; nothing was written\n")
         return 128 + signal.SIGINT

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from mindspeed_llm.data.indexed import discard, open_alone
 from mindspeed_llm.data.rows import BadRow
 from mindspeed_llm.errors import DataError
 
@@ -36,7 +37,7 @@ class BadRows:
         self.policy = policy
         self.reasons: Counter[str] = Counter()
         self._partial = Path(f"{self.path}.partial")
-        self._stream = open(self._partial, "w", encoding="utf-8")  # noqa: SIM115 - closed by commit or __exit__
+        self._stream = open_alone(self._partial)
 
     @property
     def count(self) -> int:
@@ -62,15 +63,18 @@ class BadRows:
             )
         for row in rows:
             self.reasons[row.reason.split(":")[0]] += 1
-            self._stream.write(json.dumps({"file": row.path, "line": row.line, "reason": row.reason}) + "\n")
+            line = json.dumps({"file": row.path, "line": row.line, "reason": row.reason}) + "\n"
+            self._stream.write(line.encode())
 
     def commit(self) -> Path | None:
         """Make the list visible; remove the one of an earlier run when there is nothing to list."""
-        self._stream.close()
+        self._stream.flush()
         if self.count == 0:
             self.path.unlink(missing_ok=True)
+            discard(self._stream, self._partial)
             return None
         self._partial.replace(self.path)
+        self._stream.close()
         logger.warning("%d bad rows skipped: %s", self.count, self.summary())
         return self.path
 
@@ -78,8 +82,8 @@ class BadRows:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._stream.close()
-        self._partial.unlink(missing_ok=True)
+        if not self._stream.closed:
+            discard(self._stream, self._partial)
 
 
 def read_bad_rows(output_prefix: str) -> list[BadRow]:

@@ -92,13 +92,6 @@ class EncodedBlock:
         """Their number."""
         return len(self.columns[0].counts)
 
-    def head(self, documents: int) -> EncodedBlock:
-        """The first documents alone; bytes of text in proportion."""
-        wanted = np.arange(self.documents) < documents
-        share = documents / max(self.documents, 1)
-        texts = [round(size * share) for size in self.text_bytes]
-        return EncodedBlock([column.keep(wanted) for column in self.columns], texts, self.rows, self.bad)
-
 
 class BlockEncoder:
     """Reads and encodes blocks.
@@ -133,23 +126,36 @@ class BlockEncoder:
             self.pad = tokenizer.eod if tokenizer.pad is None else tokenizer.pad
         self.dtype = token_dtype(tokenizer.vocab_size)
 
-    def encode(self, block: Block) -> EncodedBlock:
-        """Encode the good rows; a row in which any key has no tokens is a bad one, so that keys stay aligned."""
+    def encode(self, block: Block, limit: int | None = None) -> EncodedBlock:
+        """Encode the good rows; a row in which any key has no tokens is a bad one, so that keys stay aligned.
+
+        Args:
+            block: to read.
+            limit: the rows behind this many documents, good or bad, are left alone.
+        """
         rows = read_rows(block, self.keys)
         columns = [self._encode_texts(texts) for texts in rows.texts]
         good = np.ones(len(rows.numbers), dtype=bool)
         for column in columns:
             good &= column.sizes > 0
-        texts, bad = rows.texts, rows.bad
+        texts, bad, count = rows.texts, rows.bad, rows.count
+        if limit is not None and good.sum() >= limit:
+            last = rows.numbers[int(np.flatnonzero(good)[limit - 1])]
+            good &= np.cumsum(good) <= limit
+            bad, count = [row for row in bad if row[0] < last], last + 1
         if not good.all():
-            empty = [(number, NO_TOKENS) for number, kept in zip(rows.numbers, good, strict=True) if not kept]
+            empty = [
+                (number, NO_TOKENS)
+                for number, kept in zip(rows.numbers, good, strict=True)
+                if not kept and number < count
+            ]
             bad = sorted([*bad, *empty])
             texts = [[text for text, kept in zip(column, good, strict=True) if kept] for column in texts]
         columns = [column.keep(good).close(self.eod, self.pad, self.multiple) for column in columns]
         return EncodedBlock(
             [Column(column.ids.astype(self.dtype), column.lengths, column.counts) for column in columns],
             [sum(map(_utf8_size, column)) for column in texts],
-            rows.count,
+            count,
             bad,
         )
 

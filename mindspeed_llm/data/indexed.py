@@ -7,11 +7,14 @@ builder writes the same bytes but imports torch; a test compares the two.
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import logging
 import os
 import shutil
 import struct
 from array import array
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +23,8 @@ from typing import BinaryIO
 import numpy as np
 
 from mindspeed_llm.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -38,6 +43,8 @@ _CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_CODES.items()}
 _UINT16_VOCAB_LIMIT = 65500
 """Below this vocabulary size Megatron stores ids as uint16."""
 _PARTIAL = ".partial"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What some network file systems answer where they are mounted without locks."""
 _COPY_BYTES = 1 << 24
 _INDEX_PART = 1 << 20
 """Documents whose places are computed at once when an index is written."""
@@ -56,6 +63,42 @@ def bin_path(prefix: str | Path) -> Path:
 def idx_path(prefix: str | Path) -> Path:
     """``<prefix>.idx``."""
     return Path(f"{prefix}.idx")
+
+
+def open_alone(path: Path) -> BinaryIO:
+    """An empty file that only this process writes, until it is closed. What a killed process left is of no use.
+
+    Raises:
+        DataError: another process is writing it.
+    """
+    while True:
+        stream = open(path, "ab")  # noqa: SIM115 - the caller closes it
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            stream.close()
+            raise DataError(
+                "Another process is writing this dataset.",
+                got=str(path).removesuffix(_PARTIAL),
+                fix="wait for it, or another --output-prefix",
+            ) from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                stream.close()
+                raise
+            logger.warning("%s: this file system has no locks (%s); prepare once at a time", path, error.strerror)
+        # Between opening and locking, its writer may have given it its final name, or removed it.
+        if path.exists() and os.path.samestat(os.fstat(stream.fileno()), path.stat()):
+            stream.truncate(0)
+            return stream
+        stream.close()
+
+
+def discard(stream: BinaryIO, path: Path) -> None:
+    """Remove a file of :func:`open_alone`, and only then let go of it."""
+    path.unlink(missing_ok=True)
+    with suppress(OSError):  # what is not written yet may find no room, and is not wanted
+        stream.close()
 
 
 class IndexedWriter:
@@ -81,18 +124,8 @@ class IndexedWriter:
         self._tokens = 0
         self._partial_bin = Path(f"{prefix}.bin{_PARTIAL}")
         self._partial_idx = Path(f"{prefix}.idx{_PARTIAL}")
-        self._stream = open(self._partial_bin, "ab")  # noqa: SIM115 - closed by commit or __exit__
-        try:
-            fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self._stream.close()
-            raise DataError(
-                "Another process is writing this dataset.",
-                got=self.prefix,
-                fix="wait for it, or another --output-prefix",
-            ) from error
-        # What a killed process left is of no use.
-        self._stream.truncate(0)
+        self._complete = False
+        self._stream = open_alone(self._partial_bin)
 
     @property
     def documents(self) -> int:
@@ -146,14 +179,20 @@ class IndexedWriter:
         elif len(boundaries) != len(other.lengths) + 1:
             raise DataError("A dataset of split documents cannot be merged with one of whole documents.", got=prefix)
 
-    def commit(self) -> None:
-        """Make the dataset visible under its final names."""
+    def complete(self) -> None:
+        """Write all that is left to write, so that :meth:`commit` only gives names."""
         self._stream.flush()
         os.fsync(self._stream.fileno())
         with open(self._partial_idx, "wb") as stream:
             self._write_index(stream)
             stream.flush()
             os.fsync(stream.fileno())
+        self._complete = True
+
+    def commit(self) -> None:
+        """Make the dataset visible under its final names."""
+        if not self._complete:
+            self.complete()
         idx_path(self.prefix).unlink(missing_ok=True)
         self._partial_bin.replace(bin_path(self.prefix))
         self._partial_idx.replace(idx_path(self.prefix))
@@ -187,9 +226,9 @@ class IndexedWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stream.close()
-        self._partial_bin.unlink(missing_ok=True)
-        self._partial_idx.unlink(missing_ok=True)
+        if not self._stream.closed:  # after a commit these names may be those of the next writer
+            self._partial_idx.unlink(missing_ok=True)
+            discard(self._stream, self._partial_bin)
 
 
 @dataclass(frozen=True)

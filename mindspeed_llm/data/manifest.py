@@ -73,12 +73,16 @@ def write_manifest(prefix: str | Path, manifest: Manifest) -> None:
     """Write the manifest, complete or not at all."""
     path = manifest_path(prefix)
     partial = Path(f"{path}.partial")
-    with open(partial, "w", encoding="utf-8") as stream:
-        json.dump(asdict(manifest), stream, ensure_ascii=False, indent=2)
-        stream.write("\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(path)
+    try:
+        # A name that is no UTF-8 holds surrogates, which become the escapes that JSON has for them.
+        with open(partial, "w", encoding="utf-8", errors="backslashreplace") as stream:
+            json.dump(asdict(manifest), stream, ensure_ascii=False, indent=2)
+            stream.write("\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def shard_prefix(output_prefix: str, shard: tuple[int, int] | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ import numpy as np
 from mindspeed_llm.data.bad_rows import SKIP, BadRows, bad_rows_path, read_bad_rows
 from mindspeed_llm.data.indexed import IndexedWriter, IndexSummary, bin_path, idx_path, read_index
 from mindspeed_llm.data.manifest import Manifest, commit_dataset, manifest_path, read_manifest, shard_prefix
-from mindspeed_llm.data.prepare import PrepareResult
+from mindspeed_llm.data.prepare import PrepareResult, make_parent
 from mindspeed_llm.errors import DataError
 
 _SHARD = re.compile(r"\.shard-(?P<number>\d+)-of-(?P<count>\d+)")
@@ -108,11 +109,11 @@ def merge_shards(output_prefix: str) -> PrepareResult:
 
 def _find_shards(output_prefix: str) -> dict[tuple[int, int], dict[str, str]]:
     """(number, count) -> what follows the shard's prefix in the name of a dataset -> prefix of that dataset."""
-    base = Path(output_prefix)
+    folder, base = os.path.split(output_prefix)  # of "dir/" the name is empty
     shards: dict[tuple[int, int], dict[str, str]] = {}
-    for index in base.parent.glob(f"{base.name}.shard-*.idx"):
-        found = _SHARD.match(index.name, len(base.name))
-        if found is None:
+    for index in sorted(Path(folder).glob("*.idx")):
+        found = _SHARD.match(index.name, len(base))
+        if found is None or not index.name.startswith(base):
             continue
         shard = int(found["number"]), int(found["count"])
         shards.setdefault(shard, {})[index.name[found.end() : -len(".idx")]] = str(index.with_suffix(""))
@@ -167,16 +168,19 @@ def merge_groups(folder: str, groups: Sequence[str], output_prefix: str) -> dict
     """
     if not Path(folder).is_dir():
         raise DataError("What is merged must be a folder of datasets.", got=folder, fix="--input FOLDER")
-    results: dict[str, IndexSummary] = {}
-    for group in groups:
-        target = f"{output_prefix}_{group}"
-        parts = [str(path.with_suffix("")) for path in sorted(Path(folder).glob("*.idx")) if group in path.stem]
-        if target in parts:
-            parts.remove(target)
-        if not parts:
+    targets = {f"{output_prefix}_{group}": group for group in groups}
+    # What an earlier merge wrote into the folder is no part of this one, however its path is spelt.
+    own = {idx_path(target).resolve() for target in targets}
+    indices = [path for path in sorted(Path(folder).glob("*.idx")) if path.resolve() not in own]
+    parts = {
+        target: [str(path.with_suffix("")) for path in indices if group in path.stem]
+        for target, group in targets.items()
+    }
+    for target, group in targets.items():
+        if not parts[target]:
             raise DataError(
                 "No dataset of the folder belongs to the group.", got=f"{group!r} in {folder}",
                 fix="--merge-group-keys, each a part of the names of .idx files",
             )  # fmt: skip
-        results[target] = merge_datasets(parts, target)
-    return results
+    make_parent(output_prefix)
+    return {target: merge_datasets(found, target) for target, found in parts.items()}

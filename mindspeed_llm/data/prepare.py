@@ -6,8 +6,9 @@ The parent plans and writes, worker processes read and encode (``data.encode``).
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -107,8 +108,9 @@ def prepare(settings: PrepareSettings, tokenizer: Tokenizer) -> PrepareResult:
             another process prepares the same datasets.
     """
     files = resolve_inputs(settings.inputs)
+    stamps = _stamps(files)
     encoder = _encoder(settings, tokenizer)
-    _make_parent(settings.output_prefix)
+    make_parent(settings.output_prefix)
     prefixes = {key: dataset_prefix(settings.prefix, key, settings.level) for key in settings.keys}
     text_bytes = dict.fromkeys(settings.keys, 0)
     with ExitStack() as stack:
@@ -124,13 +126,14 @@ def prepare(settings: PrepareSettings, tokenizer: Tokenizer) -> PrepareResult:
                 writer.add_documents(column.ids.tobytes(), column.lengths.tobytes(), sequences)
             for key, size in zip(settings.keys, encoded.text_bytes, strict=True):
                 text_bytes[key] += size
+        _check_unchanged(files, stamps)
         documents = writers[0].documents
         if documents == 0 and settings.shard is None:
             raise DataError(
                 "No row gave a document; nothing was written.",
                 got=bad_rows.summary() or "no rows at all",
                 allowed=f"text under {', '.join(map(repr, settings.keys))}",
-                fix="--json-keys, or mend the input",
+                fix="--json-keys, or mend the input; a .json file is one array of objects, or an object on each line",
             )
         common = Manifest(
             tool=f"mindspeed_llm {__version__}",
@@ -149,6 +152,8 @@ def prepare(settings: PrepareSettings, tokenizer: Tokenizer) -> PrepareResult:
             split_sentences=settings.split_sentences,
             shard=settings.shard,
         )
+        for writer in writers:
+            writer.complete()
         for prefix in prefixes.values():
             # From here on the keys of an earlier preparation are gone, so that nobody reads old and new ones together.
             idx_path(prefix).unlink(missing_ok=True)
@@ -158,6 +163,27 @@ def prepare(settings: PrepareSettings, tokenizer: Tokenizer) -> PrepareResult:
     tokens = {key: writer.tokens for key, writer in zip(settings.keys, writers, strict=True)}
     path = str(bad_path) if bad_path else None
     return PrepareResult(prefixes, documents, tokens, text_bytes, bad_rows.count, path, dict(bad_rows.reasons))
+
+
+def _stamps(files: Sequence[InputFile]) -> list[tuple[int, int] | None]:
+    """Sizes and times of change; None for what is no file any more, such as standard input."""
+    return [_stamp(file.path) for file in files]
+
+
+def _stamp(path: str) -> tuple[int, int] | None:
+    try:
+        state = os.stat(path)
+    except OSError:
+        return None
+    return state.st_size, state.st_mtime_ns
+
+
+def _check_unchanged(files: Sequence[InputFile], before: Sequence[tuple[int, int] | None]) -> None:
+    for file, old, new in zip(files, before, _stamps(files), strict=True):
+        if old != new:
+            raise DataError(
+                "The data changed while it was prepared.", got=file.path, fix="start again when it is written"
+            )
 
 
 def _encoder(settings: PrepareSettings, tokenizer: Tokenizer) -> BlockEncoder:
@@ -173,7 +199,12 @@ def _encoder(settings: PrepareSettings, tokenizer: Tokenizer) -> BlockEncoder:
     )
 
 
-def _make_parent(output_prefix: str) -> None:
+def make_parent(output_prefix: str) -> None:
+    """Make the folder of what begins with ``output_prefix``.
+
+    Raises:
+        DataError: it cannot be made.
+    """
     parent = Path(f"{output_prefix}_").parent  # "dir/" names files in dir
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -192,11 +223,11 @@ def _encode(
     next_row = 1
     blocks = encode_blocks(read_blocks(files, settings.shard or (0, 1), keys=settings.keys), encoder, settings.workers)
     for block, encoded in blocks:
+        if left is not None and encoded.documents >= left:
+            encoded = encoder.encode(block, left)
         first = next_row if block.first_row is None else block.first_row
         next_row = first + encoded.rows
         bad = [BadRow(block.path, first + row, reason) for row, reason in encoded.bad]
-        if left is not None and encoded.documents > left:
-            encoded = encoded.head(left)
         yield encoded, bad
         progress.advance(encoded.documents, block.size)
         if left is not None:

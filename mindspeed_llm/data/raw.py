@@ -128,7 +128,8 @@ def _make(
     with _writing(folder.parent):
         result = prepare(plan, tokenizer)
         record = {"files": [{**asdict(file), "sha256": contents[file.path]} for file in files]}
-        (partial / _RECORD).write_text(json.dumps(record, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+        text = json.dumps(record, ensure_ascii=False, indent=2) + "\n"
+        (partial / _RECORD).write_text(text, encoding="utf-8", errors="backslashreplace")  # names need not be UTF-8
     if _look_at(word) != files:
         raise DataError("The data changed while it was prepared.", got=word, fix="start again when it is written")
     logger.info("prepared %s: %d documents, %d tokens", word, result.documents, result.tokens[settings.key])

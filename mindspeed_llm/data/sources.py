@@ -248,13 +248,16 @@ def _expand(word: str) -> list[str]:
         return [word]
     if os.path.isdir(word):
         paths = _files_below(word)
-        strange = [path for path in paths if _suffixes(path)[0] is None]
+        strange = [path for path in paths if _suffixes(path)[0] is None or not os.path.isfile(path)]
         if strange:
+            prepared = sorted(path.removesuffix(".idx") for path in strange if path.endswith(".idx"))
             raise DataError(
                 "A folder of inputs holds other files.",
                 got=", ".join(strange[:5]) + (f" and {len(strange) - 5} more" if strange[5:] else ""),
                 allowed=_SUFFIXES,
-                fix=f"--input '{os.path.join(word, '**', '*.jsonl')}', or whatever pattern fits",
+                fix=f"for prepared data the prefix, for instance {prepared[0]}"
+                if prepared
+                else f"--input '{os.path.join(word, '**', '*.jsonl')}', or whatever pattern fits",
             )
     elif os.path.exists(word):
         raise DataError("An input is no regular file.", got=word, fix=f"--input - < {word}")
@@ -296,10 +299,12 @@ def _inspect(path: str) -> InputFile:
     named, named_compression = _suffixes(path)
     stream = InputStream(path)
     with stream:
+        size = 0 if path == STDIN else os.path.getsize(path)
+        if not size and (named in _TABLES or named_compression):
+            raise _misnamed(path, named_compression or str(named), "an empty file")
         if (named or named_compression) and stream.compression != named_compression:
             raise _misnamed(path, named_compression or "no compression", stream.compression or "no compression")
         head = stream.peek()
-        size = 0 if path == STDIN else os.path.getsize(path)
     if path == STDIN:
         _stdin = stream
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)) and named not in _TABLES:

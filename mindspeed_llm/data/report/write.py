@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -25,7 +26,7 @@ def write_report(
     bad_rows: Mapping[str, int],
     truncated: int,
     text_bytes: Mapping[str, int],
-    output: Path,
+    output: str,
 ) -> Path:
     """Describe prepared datasets in ``<output>.report.html``, ``.report.png`` and ``.report.json``.
 
@@ -35,7 +36,7 @@ def write_report(
         bad_rows: reason -> rows that gave no document.
         truncated: rows of which only a part was kept.
         text_bytes: key -> UTF-8 bytes of the text that was encoded; a key may be missing.
-        output: path without suffix.
+        output: what the names of the three files begin with; of ``dir/`` they lie in ``dir``.
 
     Returns:
         The HTML page.
@@ -62,15 +63,20 @@ def write_report(
         "findings": [asdict(finding) for finding in findings],
         "datasets": {key: asdict(dataset) for key, dataset in datasets.items()},
     }
-    _write(Path(f"{output}.report.json"), (json.dumps(numbers, ensure_ascii=False, indent=2) + "\n").encode())
+    _write(Path(f"{output}.report.json"), json.dumps(numbers, ensure_ascii=False, indent=2) + "\n")
     _write(Path(f"{output}.report.png"), draw_lengths(datasets))
     page = Path(f"{output}.report.html")
-    _write(page, render(output.name, rows, datasets, findings, pictures).encode())
+    _write(page, render(os.path.basename(output), rows, datasets, findings, pictures))
     return page
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write(path: Path, content: bytes | str) -> None:
     """Write a file, complete or not at all."""
+    if isinstance(content, str):
+        content = content.encode(errors="backslashreplace")  # the name of a file need not be UTF-8
     partial = Path(f"{path}.partial")
-    partial.write_bytes(content)
-    partial.replace(path)
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

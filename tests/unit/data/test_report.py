@@ -83,7 +83,7 @@ class Page(HTMLParser):
 
 def report(tmp_path: Path, prefixes: dict[str, str], tokenizer: Decoder, **values: Any) -> tuple[Page, dict[str, Any]]:
     values = {"bad_rows": {}, "truncated": 0, "text_bytes": {}, **values}
-    path = write_report(prefixes, tokenizer, output=tmp_path / "out", **values)
+    path = write_report(prefixes, tokenizer, output=str(tmp_path / "out"), **values)
     assert path == tmp_path / "out.report.html"
     assert (tmp_path / "out.report.png").read_bytes().startswith(PNG)
     assert not list(tmp_path.glob("*.partial"))

@@ -279,7 +279,7 @@ def test_a_file_without_a_suffix_goes_by_its_content(tmp_path: Path, data: bytes
         ("a.jsonl", gzip.compress(b"{}"), "not what its name says.*\n.*gzip"),
         ("a.jsonl", zstds(b"{}"), "not what its name says.*\n.*zstd"),
         ("a.jsonl.gz", b"{}", "not what its name says.*\n.*no compression"),
-        ("a.jsonl.gz", b"", "not what its name says.*\n.*no compression"),
+        ("a.jsonl.gz", b"", "not what its name says.*\n.*an empty file"),
         ("a.gz", zstds(b"{}"), "not what its name says"),
         ("a.parquet", b"{}", "not what its name says.*\n.*jsonl"),
         ("a.parquet", b"", "not what its name says"),
