@@ -34,7 +34,7 @@ from mindspeed_llm.models.family import ModelFamily, Replicated, Vocab, values_o
 
 logger = logging.getLogger(__name__)
 
-_LAYER = re.compile(r"(.*?\bdecoder\.layers\.)(\d+)(\..*)")
+_LAYER = re.compile(r"(.*?\bdecoder\.layers\.)(\d+)((?:\..*)?)")
 _LAYER_PREFIX = re.compile(r"(.*?\bdecoder\.layers\.\d+\.)")
 _SHOWN = 4
 
@@ -74,6 +74,15 @@ def unwrap(chunk: nn.Module) -> nn.Module:
     return chunk
 
 
+def global_name(model: nn.Module, name: str) -> str:
+    """The name of a tensor or module of one chunk in the whole model, where layers are counted from its start."""
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        return name
+    layer: Any = model.get_submodule(match[1] + match[2])
+    return f"{match[1]}{int(layer.layer_number) - 1}{match[3]}"
+
+
 def live_tensors(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Parameters and persistent buffers of this rank, by global name: layers counted over the whole model."""
     found: dict[str, Tensor] = {}
@@ -82,10 +91,7 @@ def live_tensors(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
         for name, tensor in model.state_dict(keep_vars=True).items():
             if not isinstance(tensor, Tensor) or name.endswith("_extra_state"):
                 continue
-            match = _LAYER.fullmatch(name)
-            if match:
-                layer: Any = model.get_submodule(match[1] + match[2])
-                name = f"{match[1]}{int(layer.layer_number) - 1}{match[3]}"
+            name = global_name(model, name)
             if name in found:
                 raise ConversionError("two model chunks hold the same tensor", got=name)
             found[name] = tensor

@@ -18,6 +18,8 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ("use --save-hf DIR, which writes a Hugging Face folder at the end", "enable-mg2hf-convert hf-cfg-dir"),
     ("use --save-hf DIR and --save-hf-interval N", "only-convert-last-checkpoint save-layer-by-layer mg-save-dir"),
     ("the layers come from the architecture; a spec module of another suite cannot be run here", "spec"),
+    ("use --loss-spike-factor F, which skips such a step", "check-for-spiky-loss"),
+    ("a step whose numbers are not finite is always repeated, to find the cause, and ends the run", "rerun-mode"),
     ("the loss is always computed in fp32", "fp16-lm-cross-entropy"),
     ("unknown weights or missing ones always stop a load", "load-checkpoint-loosely *strict-fsdp-dtensor-load"),
     ("there are no legacy models, engines or tokenizers here", "use-legacy-* legacy-tokenizer onnx-safe lazy-mpu-init"),
@@ -149,7 +151,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "planned with profiling, debugging and high availability",
         """profile profile-* use-pytorch-profiler record-memory-history memory-snapshot-path
         npu-datadump op-cal-tflops log-straggler *straggler* inprocess-* *-ft-* ft-* calc-ft-timeouts
-        rerun-mode error-injection-* result-rejected-tracker-filename check-for-spiky-loss enable-high-availability
+        error-injection-* result-rejected-tracker-filename enable-high-availability
         enable-hbmfault-repair enable-worker-reboot enable-elastic-training distributed-optimizer-no-replica
         ttp-enabled check-weight-hash-across-dp-replicas-interval train-sync-interval run-workload-inspector-server
         log-memory-interval log-device-memory-used log-energy dump-param-to-param-group-map config-logger-dir

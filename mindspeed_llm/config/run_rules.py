@@ -34,6 +34,7 @@ RANGES: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
     (POSITIVE, lambda value: value > 0, "above 0"),
     (NOT_NEGATIVE, lambda value: value >= 0, "0 or more"),
     (BELOW_ONE, lambda value: 0 <= value < 1, "from 0 to below 1"),
+    (("loss_spike_factor",), lambda value: value > 1, "above 1"),
 )
 
 # megatron-core's recomputation of norms calls TransformerEngine even without FP8.

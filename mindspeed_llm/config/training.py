@@ -53,6 +53,9 @@ class TrainingConfig:
     check_for_nan_in_loss: bool = True
     """Stop when the loss is not a finite number. Off under fp16 with dynamic loss scaling, which expects it."""
 
+    loss_spike_factor: float | None = None
+    """Do not update the weights in a step whose loss exceeds this many times the running mean of the loss (above 1)."""
+
     exit_interval: int | None = None
     """Save and leave at the first step whose number is a multiple of this."""
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -63,8 +64,7 @@ def build_data_iterator(
     """
     if dataset is None:
         return None
-    kind = ShuffledSampler if cfg.data.dataloader_type == "cyclic" else SequentialSampler
-    sampler = kind(len(dataset), consumed_samples, cut or data_parallel_cut(cfg))  # pyright: ignore[reportArgumentType]
+    sampler = _sampler(dataset, cfg, consumed_samples, cut)
     workers = cfg.data.num_workers
     loader = DataLoader(
         dataset,
@@ -78,6 +78,32 @@ def build_data_iterator(
         worker_init_fn=_outlive_sigterm,
     )
     return iter(loader)
+
+
+def _sampler(
+    dataset: Dataset[Sample], cfg: RunConfig, consumed_samples: int, cut: DataParallelCut | None
+) -> SequentialSampler | ShuffledSampler:
+    kind = ShuffledSampler if cfg.data.dataloader_type == "cyclic" else SequentialSampler
+    return kind(len(dataset), consumed_samples, cut or data_parallel_cut(cfg))  # pyright: ignore[reportArgumentType]
+
+
+def sample_numbers(
+    dataset: Dataset[Sample] | None, cfg: RunConfig, consumed_samples: int, micro_batches: int
+) -> list[list[int]]:
+    """Numbers, in the dataset, of the samples that this rank reads from ``consumed_samples`` on.
+
+    Args:
+        dataset: as in :func:`build_data_iterator`.
+        cfg: the run.
+        consumed_samples: samples that all ranks together have seen before.
+        micro_batches: how many to look at.
+
+    Returns:
+        A list for each micro-batch; none without a dataset.
+    """
+    if dataset is None:
+        return []
+    return list(itertools.islice(_sampler(dataset, cfg, consumed_samples, None), micro_batches))
 
 
 def _outlive_sigterm(_worker: int) -> None:

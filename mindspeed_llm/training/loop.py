@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from mindspeed_llm.config.run import RunConfig
 from mindspeed_llm.device import current
-from mindspeed_llm.errors import SuiteError
+from mindspeed_llm.training.numbers import Generators, TrainingData, explain
 from mindspeed_llm.training.objective import Batch, Objective
 from mindspeed_llm.training.report import Reporter
 from mindspeed_llm.training.save_load import Saver
@@ -45,12 +45,14 @@ class Hooks:
             or not, is over the same samples and its losses compare.
         saver: keeps the run.
         export: writes a Hugging Face folder; told whether the run ends here.
+        data: reads the samples of ``train`` again, for the cause of numbers that are not finite.
     """
 
     train: Streams
     held_out: Mapping[str, Callable[[], Streams]]
     saver: Saver
     export: Callable[[bool], None]
+    data: TrainingData | None = None
 
 
 def total_iterations(cfg: RunConfig) -> int:
@@ -119,9 +121,8 @@ def train(run: Run, objective: Objective, hooks: Hooks, reporter: Reporter, *, s
     while progress.iteration < total and not stopping:
         update_num_microbatches(progress.consumed_samples, consistency_check=True)
         batch, micro_batches = get_current_global_batch_size(), get_num_microbatches()
-        result = train_step(run, objective, hooks.train)
+        result = _step(run, objective, hooks)
         _advance(run, result, batch)
-        _require_numbers(cfg, progress.iteration, result)
         reporter.step(progress, result, batch, micro_batches)
         step = progress.iteration
         hooks.saver.poll()
@@ -157,28 +158,24 @@ def _due(interval: int | None, iteration: int) -> bool:
     return bool(interval) and iteration % interval == 0  # pyright: ignore[reportOptionalOperand]
 
 
+def _step(run: Run, objective: Objective, hooks: Hooks) -> StepResult:
+    generators = Generators.now()
+    result = train_step(run, objective, hooks.train)
+    if result.bad is not None:
+        raise explain(run, objective, hooks.data, generators, result)
+    return result
+
+
 def _advance(run: Run, result: StepResult, batch: int) -> None:
     progress = run.progress
     progress.iteration += 1
     progress.consumed_samples += batch
     progress.consumed_tokens += batch * run.cfg.training.seq_length  # pyright: ignore[reportOperatorIssue]
     progress.skipped += result.skipped
-    progress.nan += not math.isfinite(result.loss)
-
-
-def _require_numbers(cfg: RunConfig, iteration: int, result: StepResult) -> None:
-    # Dynamic loss scaling turns both checks off: an overflow is the scaler's business.
-    if cfg.training.check_for_nan_in_loss and not math.isfinite(result.loss):
-        what, value = "loss", result.loss
-    elif cfg.ddp.check_for_nan_in_grad and not result.skipped and not math.isfinite(result.grad_norm):
-        what, value = "gradient", result.grad_norm
-    else:
-        return
-    raise SuiteError(
-        f"the {what} of iteration {iteration} is not a number",
-        got=value,
-        fix="resume from the last save with a lower --lr; --no-check-for-nan-in-loss-and-grad goes on regardless",
-    )
+    if not math.isfinite(result.loss):
+        progress.nan += 1
+    elif not result.skipped:
+        progress.take_loss(result.loss)
 
 
 def _must_stop(cfg: RunConfig, iteration: int, started: float) -> bool:

@@ -79,14 +79,14 @@ def _only_writer(cfg: RunConfig) -> Generator[None]:
 
 def _run(cfg: RunConfig, origin: Origin, with_data: RunConfig, tokenizer: Tokenizer | None) -> None:
     total = total_iterations(cfg)
-    open_training, held_out = open_streams(with_data, tokenizer) if tokenizer else (None, {})
+    data, held_out = open_streams(with_data, tokenizer) if tokenizer else (None, {})
     run = _set_up(cfg, origin)
     streams = []
-    if open_training is not None and run.progress.iteration < total:
-        streams = open_training(run.progress.consumed_samples)
+    if data is not None and run.progress.iteration < total:
+        streams = data.open(run.progress.consumed_samples)
     reporter = Reporter(cfg, total)
     reporter.start(_start_row(run, origin, total))
-    hooks = Hooks(streams, held_out, Saver(run), _exporter(run))
+    hooks = Hooks(streams, held_out, Saver(run), _exporter(run), data)
     kept = origin.kind == "checkpoint" and origin.folder == Path(cfg.checkpoint.save or "")
     train(run, pretraining, hooks, reporter, saved_at=origin.iteration if kept else -1)
     reporter.close()

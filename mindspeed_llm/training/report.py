@@ -201,8 +201,7 @@ class Reporter:
         self.loud = dist.get_rank() == dist.get_world_size() - 1
         self.bar = _Bar(total) if self.loud and total and sys.stdout.isatty() else None
         self._losses: list[float] = []
-        self._tokens = 0
-        self._skipped = self._nan = 0
+        self._steps = self._tokens = self._skipped = self._nan = 0
         self._since = time.perf_counter()
 
     def start(self, row: Mapping[str, Any]) -> None:
@@ -223,18 +222,18 @@ class Reporter:
             batch: global batch size of the step.
             micro_batches: per data-parallel rank.
         """
-        if result.skipped:
-            self._skipped += 1
-        elif math.isfinite(result.loss):
+        # A step can be both: fp16 skips what overflowed, and its loss may have.
+        finite = math.isfinite(result.loss)
+        self._steps += 1
+        self._skipped += result.skipped
+        self._nan += not finite
+        if finite and not result.skipped:
             self._losses.append(result.loss)
-        else:
-            self._nan += 1
         if self.bar is not None:
             self.bar.advance(progress.iteration, result.loss)
         self._tokens += batch * self.cfg.training.seq_length  # pyright: ignore[reportOperatorIssue]
         if progress.iteration % self.cfg.logging.log_interval:
             return
-        steps = len(self._losses) + self._skipped + self._nan
         seconds = time.perf_counter() - self._since
         tokens_per_s = self._tokens / seconds
         tflops = tokens_per_s * flops_per_token(self.cfg) / dist.get_world_size() / 1e12
@@ -253,7 +252,7 @@ class Reporter:
             "num_micro_batches": micro_batches,
             "skipped": self._skipped,
             "nan": self._nan,
-            "elapsed_ms": 1000 * seconds / steps,
+            "elapsed_ms": 1000 * seconds / self._steps,
             "tokens_per_s": tokens_per_s,
             "tflops_per_rank": tflops,
             "mfu": None if peak is None else tflops / peak,
@@ -261,7 +260,7 @@ class Reporter:
         }
         if result.zeros is not None:
             row["num_zeros"] = result.zeros
-        self._losses, self._tokens, self._skipped, self._nan = [], 0, 0, 0
+        self._losses, self._steps, self._tokens, self._skipped, self._nan = [], 0, 0, 0, 0
         self._emit(row)
         self._say(log_line(self.cfg, row, self.total))
         self._since = time.perf_counter()

@@ -11,6 +11,9 @@ from mindspeed_llm.core.transformer.config import SuiteTransformerConfig
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+LOSS_WINDOW = 100
+"""Steps that the running mean of the loss looks back, about."""
+
 
 @dataclass
 class Progress:
@@ -20,18 +23,32 @@ class Progress:
     consumed_samples: int = 0
     consumed_tokens: int = 0
     skipped: int = 0
-    """Iterations that did not update the weights (overflow under fp16)."""
+    """Iterations that did not update the weights: overflow under fp16, a spike of the loss."""
     nan: int = 0
     """Iterations whose loss was not a number."""
 
-    def state_dict(self) -> dict[str, int]:
+    loss_mean: float = 0.0
+    """Running mean of the loss, see :meth:`take_loss`."""
+    losses: int = 0
+    """Losses in the mean."""
+
+    def take_loss(self, loss: float) -> None:
+        """Let the loss of a step that updated the weights enter the mean.
+
+        The mean is that of all such steps up to :data:`LOSS_WINDOW`, and from then on exponential: each loss enters
+        with the weight ``1 / LOSS_WINDOW``.
+        """
+        self.losses += 1
+        self.loss_mean += (loss - self.loss_mean) / min(self.losses, LOSS_WINDOW)
+
+    def state_dict(self) -> dict[str, int | float]:
         """The counters by name."""
         return asdict(self)
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Take the counters from :meth:`state_dict`'s result."""
+    def load_state_dict(self, state: dict[str, int | float]) -> None:
+        """Take the counters from :meth:`state_dict`'s result; what an older save lacks keeps its value."""
         for field in fields(self):
-            setattr(self, field.name, state[field.name])
+            setattr(self, field.name, state.get(field.name, getattr(self, field.name)))
 
 
 @dataclass

@@ -9,16 +9,17 @@ from typing import Any
 import torch.distributed as dist
 
 from mindspeed_llm.config.run import RunConfig
-from mindspeed_llm.data.batches import build_data_iterator, get_batch
+from mindspeed_llm.data.batches import build_data_iterator, get_batch, sample_numbers
 from mindspeed_llm.data.datasets import build_datasets, rank_needs_data, split_sizes
 from mindspeed_llm.data.tokenizer import Tokenizer
+from mindspeed_llm.training.failure import phase
 from mindspeed_llm.training.loop import Streams
+from mindspeed_llm.training.numbers import TrainingData
 from mindspeed_llm.training.objective import Batch
 
 
-def open_streams(
-    cfg: RunConfig, tokenizer: Tokenizer
-) -> tuple[Callable[[int], Streams], Mapping[str, Callable[[], Streams]]]:
+@phase("data")
+def open_streams(cfg: RunConfig, tokenizer: Tokenizer) -> tuple[TrainingData, Mapping[str, Callable[[], Streams]]]:
     """Openers of the training stream and of the held-out ones. Collective.
 
     Opens nothing yet: what is wrong with the data shows before a model is built.
@@ -28,8 +29,8 @@ def open_streams(
         tokenizer: that of the run.
 
     Returns:
-        Opener of training from a number of consumed samples on; split name -> opener, for the held-out splits that hold
-        samples. A stream is a list: each model chunk of this rank reads the same samples.
+        Training from a number of consumed samples on; split name -> opener, for the held-out splits that hold samples.
+        A stream is a list: each model chunk of this rank reads the same samples.
     """
     needed = rank_needs_data(cfg)
     built = build_datasets(cfg, tokenizer, split_sizes(cfg), is_built_on_rank=lambda: needed or dist.get_rank() == 0)
@@ -43,7 +44,8 @@ def open_streams(
         ]
 
     training, *held_out = built
-    return partial(open_split, training), {
+    numbered = partial(sample_numbers, training if needed else None, cfg)
+    return TrainingData(partial(open_split, training), numbered), {
         split: partial(open_split, dataset, 0)
         for split, dataset in zip(("valid", "test"), held_out, strict=True)
         if _anywhere(dataset is not None)
@@ -52,7 +54,9 @@ def open_streams(
 
 def _micro_batches(samples: Any, cfg: RunConfig, eod: int, stage: int | None) -> Iterator[Batch]:
     while True:
-        yield get_batch(samples, cfg, eod=eod, vp_stage=stage)
+        with phase("data"):
+            batch = get_batch(samples, cfg, eod=eod, vp_stage=stage)
+        yield batch
 
 
 def _anywhere(here: bool) -> bool:

@@ -65,11 +65,15 @@ def command_line(flags: dict[str, Any]) -> list[str]:
     return found
 
 
+def placed(flags: dict[str, Any], layout: str) -> tuple[int, list[str]]:
+    """Number of processes and command line of ``layout``."""
+    world, values = parse_layout(layout)
+    return world, command_line({**flags, **{field_table()[name].flag: value for name, value in values.items()}})
+
+
 def launch(pool: Pool, flags: dict[str, Any], layout: str = "one", timeout: float = 60) -> list[dict[str, Any]]:
     """Run the command line in the processes of ``layout`` (such as ``tp2+sp+dp2``); see ``cases_pretrain.command``."""
-    world, values = parse_layout(layout)
-    placed = {field_table()[name].flag: value for name, value in values.items()}
-    argv = command_line({**flags, **placed})
+    world, argv = placed(flags, layout)
     target = "tests.distributed.cases_pretrain:command"
     return pool.run(target, world, timeout=timeout, process_group=False, argv=argv)
 
