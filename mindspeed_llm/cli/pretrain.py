@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 import warnings
 
 from mindspeed_llm.cli.flags import parse_pretrain
 from mindspeed_llm.cli.once import tell
 from mindspeed_llm.errors import SuiteError
 from mindspeed_llm.models.registry import family_layer
+
+PROGRAM = "pretrain_gpt.py"
 
 
 def _set_up_logging(level: int | None) -> None:
@@ -25,14 +28,33 @@ def _set_up_logging(level: int | None) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit status: 2 for a mistake in the configuration, 1 for other known faults."""
+    """Entry point; returns the exit status: 2 for a mistake in the configuration, 1 for other faults.
+
+    Without ``argv`` it is the process's own command line, and a run that fails ends the process at once: what stops at
+    exit to wait for threads or peers could wait for ever, or write after the FATAL line.
+    """
     try:
         cfg = parse_pretrain(sys.argv[1:] if argv is None else argv, environ=os.environ, family_values=family_layer)
-        _set_up_logging(cfg.logging.logging_level)
-        from mindspeed_llm.training.pretrain import pretrain
-
-        pretrain(cfg)
     except SuiteError as error:
-        sys.stderr.write(tell("pretrain_gpt.py", str(error), os.environ))
+        sys.stderr.write(tell(PROGRAM, str(error), os.environ))
         return error.exit_code
-    return 0
+    _set_up_logging(cfg.logging.logging_level)
+    from mindspeed_llm.training.pretrain import pretrain
+    from mindspeed_llm.training.watchdog import Watchdog, last_collective
+
+    limit = 60 * cfg.distributed.distributed_timeout_minutes
+    with Watchdog(limit, cfg.checkpoint.save, os.environ) as watchdog:
+        try:
+            pretrain(cfg)
+        except SuiteError as error:
+            watchdog.fail(error, tell(PROGRAM, str(error), os.environ))
+            code = error.exit_code
+        except BaseException as error:
+            code = watchdog.fail(error, f"{traceback.format_exc()}last collective: {last_collective()}\n")
+            if argv is not None:
+                raise
+        else:
+            return 0
+        if argv is None:
+            os._exit(code)
+    return code

@@ -16,8 +16,9 @@ class DistributedConfig:
     """Communication library. nccl means the device's own, as recipes for every device carry it: NCCL on CUDA, HCCL
     on NPU, gloo on CPU. gloo means gloo on every device."""
 
-    distributed_timeout_minutes: int = 10
-    """Minutes after which a collective that does not end stops the run."""
+    distributed_timeout_minutes: float = 10
+    """Minutes after which a collective that does not end, or a process that stands still, stops the run; fractions are
+    allowed."""
 
     num_layers_per_virtual_pipeline_stage: int | None = None
     """Layers in each of the interleaved stages of a pipeline rank; turns interleaving on."""

@@ -155,7 +155,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         enable-hbmfault-repair enable-worker-reboot enable-elastic-training distributed-optimizer-no-replica
         ttp-enabled check-weight-hash-across-dp-replicas-interval train-sync-interval run-workload-inspector-server
         log-memory-interval log-device-memory-used log-energy dump-param-to-param-group-map config-logger-dir
-        *barrier-with-* test-mode fake-process-group decrease-batch-size-if-needed exit-signal
+        *barrier-with-* test-mode fake-process-group decrease-batch-size-if-needed
         log-params-norm log-progress timing-log-* log-timers-to-tensorboard iterations-to-skip empty-unused-memory-level
         *manual-gc-eval exit-signal-handler-for-dataloader distributed-timeout-seconds-after-init""",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from mindspeed_llm.config.option import option
 
@@ -63,7 +64,10 @@ class TrainingConfig:
     """Save and leave after this many minutes."""
 
     exit_signal_handler: bool = False
-    """Save and leave when SIGTERM arrives."""
+    """Save and leave when a signal arrives."""
+
+    exit_signal: Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP"] = "SIGTERM"
+    """The signal of --exit-signal-handler."""
 
     manual_gc: bool = False
     """Collect Python's garbage at fixed steps rather than whenever it likes, so that ranks pause together."""

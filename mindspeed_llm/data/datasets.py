@@ -30,6 +30,7 @@ from mindspeed_llm.data.fim import FillInTheMiddle, build_fim, sample_random
 from mindspeed_llm.data.indexed import IndexSummary, bin_path, idx_path, read_index
 from mindspeed_llm.data.indices import Epochs, Indices, build_indices, load_indices, save_indices
 from mindspeed_llm.data.manifest import check_tokenizer
+from mindspeed_llm.data.once import PACE
 from mindspeed_llm.data.raw import RawSettings, is_raw, prepared_prefix
 from mindspeed_llm.data.tokenizer import NULL_TYPE, Tokenizer, build_tokenizer, tokenizer_file
 from mindspeed_llm.errors import DataError
@@ -214,11 +215,13 @@ def prepare_raw(cfg: RunConfig, tokenizer: Tokenizer, sizes: Sequence[int]) -> R
         # The other ranks of the node wait meanwhile.
         workers=len(os.sched_getaffinity(0)),
     )
+    patience = 60 * cfg.distributed.distributed_timeout_minutes
+    pace = replace(PACE, stale=min(PACE.stale, patience))
     data = _with_files_read(data)
     wanted = {"data_path": any(sizes), "train_data_path": sizes[0], "valid_data_path": sizes[1],
               "test_data_path": sizes[2]}  # fmt: skip
     changed = {
-        name: _with_prefixes(words, name, lambda word: prepared_prefix(word, tokenizer, settings))
+        name: _with_prefixes(words, name, lambda word: prepared_prefix(word, tokenizer, settings, pace))
         for name, is_read in wanted.items()
         if is_read and (words := getattr(data, name)) and any(map(is_raw, words))
     }

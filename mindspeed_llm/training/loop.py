@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from mindspeed_llm.config.run import RunConfig
 from mindspeed_llm.device import current
+from mindspeed_llm.training.failure import phase
 from mindspeed_llm.training.numbers import Generators, TrainingData, explain
 from mindspeed_llm.training.objective import Batch, Objective
 from mindspeed_llm.training.report import Reporter
@@ -76,13 +77,13 @@ def total_iterations(cfg: RunConfig) -> int:
 
 
 class _StopSignal:
-    """SIGTERM asks for a save and an orderly end, with ``--exit-signal-handler``."""
+    """``--exit-signal`` asks for a save and an orderly end, with ``--exit-signal-handler``."""
 
-    def __init__(self, listen: bool) -> None:
+    def __init__(self, cfg: RunConfig) -> None:
         self.received = False
-        self.listen = listen
-        if listen:
-            signal.signal(signal.SIGTERM, self._receive)
+        self.listen = cfg.training.exit_signal_handler
+        if self.listen:
+            signal.signal(signal.Signals[cfg.training.exit_signal], self._receive)
 
     def _receive(self, *_: Any) -> None:
         self.received = True
@@ -111,7 +112,7 @@ def train(run: Run, objective: Objective, hooks: Hooks, reporter: Reporter, *, s
     """
     cfg, progress = run.cfg, run.progress
     total = total_iterations(cfg)
-    stop = _StopSignal(cfg.training.exit_signal_handler)
+    stop = _StopSignal(cfg)
     started = time.monotonic()
     if cfg.training.manual_gc:
         gc.disable()
@@ -121,7 +122,8 @@ def train(run: Run, objective: Objective, hooks: Hooks, reporter: Reporter, *, s
     while progress.iteration < total and not stopping:
         update_num_microbatches(progress.consumed_samples, consistency_check=True)
         batch, micro_batches = get_current_global_batch_size(), get_num_microbatches()
-        result = _step(run, objective, hooks)
+        with phase("train", step=progress.iteration + 1):
+            result = _step(run, objective, hooks)
         _advance(run, result, batch)
         reporter.step(progress, result, batch, micro_batches)
         step = progress.iteration
@@ -189,6 +191,7 @@ def _must_stop(cfg: RunConfig, iteration: int, started: float) -> bool:
     return bool(over.item())
 
 
+@phase("evaluate")
 def _evaluate(run: Run, objective: Objective, hooks: Hooks, reporter: Reporter, split: str) -> None:
     iterations = run.cfg.training.eval_iters
     if split in hooks.held_out and iterations > 0:

@@ -20,6 +20,7 @@ from mindspeed_llm.data.datasets import prepare_raw, split_sizes, tokenizer_of
 from mindspeed_llm.data.tokenizer import Tokenizer
 from mindspeed_llm.device import current
 from mindspeed_llm.errors import CheckpointError
+from mindspeed_llm.training.failure import phase
 from mindspeed_llm.training.initialize import finalize, initialize
 from mindspeed_llm.training.loop import Hooks, total_iterations, train
 from mindspeed_llm.training.objective import pretraining
@@ -50,8 +51,10 @@ def _pretrain(cfg: RunConfig) -> None:
     check_outputs(cfg)
     total = total_iterations(cfg)
     steps = total > 0 or cfg.training.skip_train
-    tokenizer = tokenizer_of(cfg) if steps else None
-    with_data = prepare_raw(cfg, tokenizer, split_sizes(cfg)) if tokenizer else cfg
+    # A preparation takes its time, and who waits for it watches whoever prepares.
+    with phase("data", patient=True):
+        tokenizer = tokenizer_of(cfg) if steps else None
+        with_data = prepare_raw(cfg, tokenizer, split_sizes(cfg)) if tokenizer else cfg
     initialize(cfg)
     if dist.get_rank() == 0:
         logger.info("configuration, values that are not defaults:\n%s", format_non_default(cfg))
@@ -103,6 +106,7 @@ def _set_up(cfg: RunConfig, origin: Origin) -> Run:
 
 
 def _exporter(run: Run):
+    @phase("export")
     def export(last: bool) -> None:
         target = run.cfg.checkpoint.save_hf
         if target is not None:

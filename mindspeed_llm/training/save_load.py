@@ -20,6 +20,7 @@ from mindspeed_llm.config.run import RunConfig
 from mindspeed_llm.core.groups import data_group, pipeline_group, tensor_group
 from mindspeed_llm.device import current
 from mindspeed_llm.errors import CheckpointError
+from mindspeed_llm.training.failure import phase
 from mindspeed_llm.training.state import Run
 
 from megatron.core import tensor_parallel
@@ -108,6 +109,7 @@ class Saver:
         self.run = run
         self._pending: tuple[Save, bool] | None = None
 
+    @phase("save")
     def save(self, *, last: bool = False, persistent: bool = True) -> None:
         """Save the run as it is now; with ``--async-save`` training may go on while it is written.
 
@@ -158,6 +160,7 @@ class Saver:
         if written.item():
             self.finish()
 
+    @phase("save")
     def finish(self) -> None:
         """Wait for the save that is under way, if any, and complete it.
 

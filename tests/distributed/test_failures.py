@@ -1,0 +1,118 @@
+"""Whatever happens to one rank, the others end, soon, and say where they stood."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_llm.training.failure import read_record
+from tests.distributed.failing import Case, Result
+from tests.distributed.launch import TINY, command_line, write_corpus
+from tests.fixtures import hf_folder, tokenizer_folder
+
+REPOSITORY = Path(__file__).parents[2]
+SECONDS = 6.0
+FATAL = re.compile(r"FATAL rank=(\d+) host=(\S+) step=(\d+) phase=(\w+) cause=(\S.*)")
+
+FAULTS = (
+    ("raise", "optimizer", 0),
+    ("refuse", "data", 1),
+    ("term", "forward", 1),
+    ("kill", "collective", 0),
+    ("kill", "save", 1),
+    ("stop", "forward", 1),
+    ("stop", "prepare", None),
+)
+MORE_FAULTS = (
+    ("raise", "forward", 1),
+    ("raise", "evaluate", 1),
+    ("raise", "save", 0),
+    ("refuse", "prepare", None),
+    ("kill", "forward", 1),
+    ("kill", "prepare", None),
+    ("stop", "collective", 1),
+    ("stop", "save", 0),
+)
+
+
+def run_cases(cases: list[Case], timeout: float) -> dict[str, Result]:
+    """All at once."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    for name in [name for name in environment if name.startswith("TORCHELASTIC")]:
+        del environment[name]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.distributed.failing"],
+        cwd=REPOSITORY,
+        env=environment,
+        input=json.dumps([asdict(case) for case in cases]),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return {result["name"]: Result(**result) for result in json.loads(done.stdout)}
+
+
+def case(fault: str, place: str, rank: int | None, folder: Path, flags: dict[str, Any]) -> Case:
+    name = f"{fault}-{place}"
+    more: dict[str, Any] = {"--save": folder / name, "--distributed-timeout-minutes": SECONDS / 60}
+    if place == "prepare":
+        raw = folder / f"{name}.jsonl"
+        shutil.copy(Path(flags["--data-path"]).with_name("texts.jsonl"), raw)
+        more |= {"--data-path": raw, "--tokenizer-name-or-path": tokenizer_folder()}
+    return Case(name, fault, place, rank, command_line({**flags, **more}), str(folder))
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    corpus = write_corpus(tmp_path_factory.mktemp("corpus"))
+    more = {"--train-iters": 4, "--save-interval": 2, "--eval-interval": 2, "--eval-iters": 1, "--split": "70,30,0"}
+    return {**TINY, **more, "--hf-config": hf_folder("q25"), "--data-path": corpus, "--use-distributed-optimizer": True}
+
+
+def results_of(faults: Sequence[tuple[str, str, int | None]], folder: Path, flags: dict[str, Any]) -> None:
+    results = run_cases([case(*fault, folder, flags) for fault in faults], timeout=150)
+    for fault, place, rank in faults:
+        check(folder / f"{fault}-{place}", results[f"{fault}-{place}"], fault, rank)
+
+
+def check(save: Path, result: Result, fault: str, rank: int | None) -> None:
+    """All ended in failure; those that could told it, as the last they said, and the record says the same."""
+    said = f"{save.name}: {result}"
+    assert None not in result.codes, said
+    assert 0 not in result.codes, said
+    if fault == "kill":
+        killed = [number for number, code in enumerate(result.codes) if code == -signal.SIGKILL]
+        assert killed == ([rank] if rank is not None else killed[:1]), said
+    record = {entry["rank"]: entry for entry in read_record(save)}
+    for number, text in enumerate(result.errors):
+        if result.codes[number] == -signal.SIGKILL:
+            continue
+        last = text.splitlines()[-1]
+        told = FATAL.fullmatch(last)
+        assert told is not None, said
+        assert int(told[1]) == number
+        entry = record.pop(number)
+        assert "FATAL rank={rank} host={host} step={step} phase={phase} cause={cause}".format(**entry) == last
+    assert record == {}, said
+
+
+def test_one_rank_fails_and_all_end(flags: dict[str, Any], tmp_path: Path) -> None:
+    results_of(FAULTS, tmp_path, flags)
+
+
+@pytest.mark.slow
+def test_one_rank_fails_elsewhere_and_all_end(flags: dict[str, Any], tmp_path: Path) -> None:
+    results_of(MORE_FAULTS, tmp_path, flags)
