@@ -95,7 +95,8 @@ def _of_save(save: Save) -> dict[str, Any]:
         "iteration": progress.get("iteration"),
         "consumed_samples": progress.get("consumed_samples"),
         "consumed_tokens": progress.get("consumed_tokens"),
-        "layout": common.get("layout", {}),
+        # Saves of earlier versions do not say how many data-parallel ranks there were.
+        "layout": {**common.get("layout", {}), "data_parallel_size": common.get("data_parallel_size")},
         "optimizer": form and {"form": form, "loads": _LOADS.get(form, "loads at any layout")},
         "bytes": sizes,
         "architecture": {

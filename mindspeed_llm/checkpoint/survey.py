@@ -145,9 +145,10 @@ class Save:
     def read(self, name: str, box: Box) -> Tensor:
         """See :meth:`Checkpoint.read`. What no piece covers is zero."""
         stored = self.tensors[name]
+        same = next((piece for piece in stored.pieces if piece.box == box), None)
+        if same is not None:
+            return self.read_piece(stored, same)
         touching = [(piece, shared) for piece in stored.pieces if (shared := intersection(piece.box, box)) is not None]
-        if len(touching) == 1 and touching[0][0].box == box:
-            return self.read_piece(stored, touching[0][0])
         whole = torch.zeros(box[1], dtype=stored.dtype)
         for piece, shared in touching:
             part = self.read_piece(stored, piece)

@@ -98,6 +98,7 @@ def _state(run: Run, metadata: dict[str, Any]) -> dict[str, Any]:
         state["rng_state"] = _rng_state()
     state["progress"] = run.progress.state_dict()
     state["layout"] = _layout(run)
+    state["data_parallel_size"] = data_group().size()
     state["config"] = {name: asdict(getattr(run.cfg, name)) for name in ("model", "transformer", "training")}
     return state
 

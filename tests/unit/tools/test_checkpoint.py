@@ -31,7 +31,7 @@ from tests.parity.reference import token_batches
 
 TRACKER = "latest_checkpointed_iteration.txt"
 #: 328 rows are 384 in one part, and 512 in two.
-ONE, MANY = "one+dist+divisor128", "tp2+pp2+dist+divisor128"
+ONE, MANY = "dp2+dist+divisor128", "tp2+pp2+dist+divisor128"
 QKV = "decoder.layers.self_attention.linear_qkv.weight"
 
 
@@ -97,6 +97,7 @@ def test_inspect_tells_what_a_save_is(saves: Path, capsys: pytest.CaptureFixture
     assert code == 0
     assert (found["iteration"], found["consumed_samples"]) == (2, 2 * token_batches(vocab=9, seed=7, steps=2).shape[1])
     assert found["layout"]["tensor_model_parallel_size"] == found["layout"]["pipeline_model_parallel_size"] == 2
+    assert found["layout"]["data_parallel_size"] == 1
     assert found["optimizer"]["form"] == "fully_reshardable"
     assert found["architecture"]["num_layers"] == 4
     stored = tensors_of(saves / "many" / "iter_0000002")
@@ -144,6 +145,8 @@ def test_inspect_of_a_hugging_face_folder(shards: Path, capsys: pytest.CaptureFi
 
 
 def test_a_flat_optimizer_says_where_it_loads(saves: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = tool(capsys, "inspect", saves / "one" / "iter_0000002")
+    assert any(line.split() == ["data", "parallel", "size", "2"] for line in out)
     _, out, _ = tool(capsys, "inspect", saves / "flat" / "iter_0000002")
     assert any("dp_reshardable: loads at the same tensor and pipeline layout" in line for line in out)
 
@@ -481,6 +484,18 @@ def test_differences_of_special_values(tmp_path: Path, capsys: pytest.CaptureFix
     # Zeros are equal under a tolerance, whatever their signs.
     _, out, _ = tool(capsys, "diff", tmp_path / "0", tmp_path / "1", "--atol", 0)
     assert "4 differ" in out[-1]
+
+
+def test_relative_is_to_the_second(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sides = [tmp_path / name for name in "ab"]
+    for folder, value in zip(sides, (1.0, 2.0), strict=True):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        save_file({"x": torch.tensor([value])}, folder / "model.safetensors")
+    assert np.isclose(1.0, 2.0, rtol=0.5, atol=0)
+    assert tool(capsys, "diff", *sides, "--rtol", 0.5)[0] == 0
+    assert not np.isclose(2.0, 1.0, rtol=0.5, atol=0)
+    assert tool(capsys, "diff", *sides[::-1], "--rtol", 0.5)[0] == 1
 
 
 def test_diff_of_a_model_in_one_file_and_in_several(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
