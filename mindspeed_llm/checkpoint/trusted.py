@@ -23,7 +23,7 @@ import re
 import signal
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -267,11 +267,14 @@ def _mapping(path: Path, found: object) -> dict[str, Any]:
 def only_names(names: Mapping[str, Any]) -> Iterator[None]:
     """Within, torch's ``weights_only`` reader allows its own list and ``names``; what others have added is put off."""
     others = get_safe_globals()
+    ours: list[Any] = [(value, name) for name, value in names.items()]
     clear_safe_globals()
-    add_safe_globals([(cast(Callable[..., Any], value), name) for name, value in names.items()])
+    add_safe_globals(ours)
     try:
         yield
     finally:
+        # Parts of torch add theirs when they are first imported, which may have been now.
+        others += [entry for entry in get_safe_globals() if entry not in ours]
         clear_safe_globals()
         add_safe_globals(others)
 

@@ -157,8 +157,8 @@ def ask_transformers() -> tuple[float, str]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model: Any = AutoModelForCausalLM.from_pretrained(OUT / "hf", dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(OUT / "hf")
+    model: Any = AutoModelForCausalLM.from_pretrained(OUT / "hf", dtype=torch.float32, trust_remote_code=False).eval()
+    tokenizer = AutoTokenizer.from_pretrained(OUT / "hf", trust_remote_code=False)
     samples = torch.tensor(validation_samples())
     with torch.no_grad():
         losses = [model(part, labels=part).loss.item() for part in samples.split(8)]

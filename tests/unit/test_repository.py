@@ -158,9 +158,15 @@ def asserts_say_why(source: Source) -> Iterator[Finding]:
 
 def no_unsafe_loading(source: Source) -> Iterator[Finding]:
     for node in ast.walk(source.tree):
-        if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
+        if isinstance(node, ast.keyword) and node.arg == "trust_remote_code" and ast.unparse(node.value) != "False":
             yield node.value.lineno, "trust_remote_code: nothing untrusted runs"
     for call, name in calls(source):
+        if source.packaged and name in ("pickle.load", "pickle.loads"):
+            yield call.lineno, "pickles are read in checkpoint/trusted.py only, by a list of names"
+        if source.packaged and name.startswith("dist_checkpointing.load") and not source.path.endswith("/mcore_io.py"):
+            yield call.lineno, "megatron-core's loads unpickle anything: use checkpoint.mcore_io"
+        if source.packaged and name.endswith(".from_pretrained") and keyword(call, "trust_remote_code") is not False:
+            yield call.lineno, "from_pretrained asks at the terminal whether to run code: trust_remote_code=False"
         if name == "torch.load" and keyword(call, "weights_only") is not True:
             yield call.lineno, "torch.load without weights_only=True"
         if keyword(call, "shell") is True or name in ("os.system", "os.popen"):
