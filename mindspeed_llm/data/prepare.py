@@ -129,12 +129,7 @@ def prepare(settings: PrepareSettings, tokenizer: Tokenizer) -> PrepareResult:
         _check_unchanged(files, stamps)
         documents = writers[0].documents
         if documents == 0 and settings.shard is None:
-            raise DataError(
-                "No row gave a document; nothing was written.",
-                got=bad_rows.summary() or "no rows at all",
-                allowed=f"text under {', '.join(map(repr, settings.keys))}",
-                fix="--json-keys, or mend the input; a .json file is one array of objects, or an object on each line",
-            )
+            raise _no_document(bad_rows, settings.keys)
         common = Manifest(
             tool=f"mindspeed_llm {__version__}",
             key="",
@@ -184,6 +179,15 @@ def _check_unchanged(files: Sequence[InputFile], before: Sequence[tuple[int, int
             raise DataError(
                 "The data changed while it was prepared.", got=file.path, fix="start again when it is written"
             )
+
+
+def _no_document(bad_rows: BadRows, keys: Sequence[str]) -> DataError:
+    return DataError(
+        "No row gave a document; nothing was written.",
+        got=bad_rows.summary() or "no rows at all",
+        allowed=f"text under {', '.join(map(repr, keys))}",
+        fix="--json-keys, or mend the input; a .json file is one array of objects, or an object on each line",
+    )
 
 
 def _encoder(settings: PrepareSettings, tokenizer: Tokenizer) -> BlockEncoder:

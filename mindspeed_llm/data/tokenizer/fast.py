@@ -46,12 +46,26 @@ class FastTokenizer(TextTokenizer):
         parts = json.loads(self.backend.to_str())
         content = {name: parts[name] for name in ("added_tokens", "normalizer", "pre_tokenizer")}
         content["model"] = {name: value for name, value in parts["model"].items() if value}
-        content["framed"] = self.backend.encode("a").ids
+        content["framed"] = self._framed()
         return content
 
+    def _framed(self) -> list[int]:
+        """A text with what is put around it; of a vocabulary that has no tokens for it, that alone."""
+        try:
+            return self.encode("a")
+        except DataError:
+            return self.encode("")
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Texts -> ids of each."""
-        return [encoding.ids for encoding in self.backend.encode_batch_fast(texts)]
+        """Texts -> ids of each.
+
+        Raises:
+            DataError: the model has no tokens for a text, and no unknown token.
+        """
+        try:
+            return [encoding.ids for encoding in self.backend.encode_batch_fast(texts)]
+        except Exception as error:  # the library has no class of its own for a text that the model has no tokens for
+            raise DataError("The tokenizer cannot encode a text.", got=f"{self.path}: {error}") from error
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """As :meth:`TextTokenizer.encode_flat`; by :mod:`mindspeed_llm.data.byte_bpe` where that knows the pipeline."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from mindspeed_llm.cli.preprocess import main
 from mindspeed_llm.data import encode, prepare
@@ -282,3 +283,15 @@ def test_a_merge_of_groups_again_does_not_take_in_its_own_results(
         merge_groups(".", ["text", "c"], "new/folder/all")
     assert not (tmp_path / "new").exists()
     assert merge_groups(".", ["a_text"], "new/folder/all")["new/folder/all_a_text"].tokens == 3
+
+
+def test_a_text_for_which_a_model_has_no_tokens_is_a_bad_row(tmp_path: Path) -> None:
+    library = Tokenizer(models.WordLevel({"hello": 0, "world": 1}))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    library.save(str(tmp_path / "tokenizer.json"))
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"text": "hello world"}\n{"text": "hello you"}\n{"text": "world"}\n')
+    given = ["--input", str(source), "--output-prefix", str(tmp_path / "x"), "--tokenizer-name-or-path", str(tmp_path)]
+    assert main([*given, "--workers", "2"]) == 0
+    assert np.fromfile(tmp_path / "x_text_document.bin", UINT16).tolist() == [0, 1, 1]
+    assert [json.loads(line)["line"] for line in (tmp_path / "x.bad_rows.jsonl").read_text().splitlines()] == [2]
