@@ -59,7 +59,7 @@ def initialize(cfg: RunConfig) -> None:
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
-        distributed_timeout_minutes=cfg.distributed.distributed_timeout_minutes,
+        distributed_timeout_minutes=cfg.distributed.distributed_timeout_minutes,  # pyright: ignore[reportArgumentType]  to timedelta
         # The second set of groups is for saves from a device whose backend cannot move CPU tensors.
         create_gloo_process_groups=device.type != "cpu",
     )
