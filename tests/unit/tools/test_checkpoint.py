@@ -22,7 +22,6 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from mindspeed_llm.checkpoint.survey import Save
-from mindspeed_llm.checkpoint.verify import coverage
 from mindspeed_llm.tools.checkpoint import main
 from tests.distributed.pool import Pool
 from tests.fixtures import hf_folder
@@ -318,25 +317,6 @@ def test_what_pads_flat_buffers_counts_for_nothing(
     assert (code, len(out)) == (1, 2)
     assert "32 NaN" in out[0]
     assert tool(capsys, "diff", saves / "flat", root)[0] == 1
-
-
-@pytest.mark.parametrize(
-    ("boxes", "expected"),
-    [
-        ([], (12, 0)),
-        ([((0, 0), (3, 4))], (0, 0)),
-        ([((0, 0), (3, 4)), ((1, 1), (1, 2))], (0, 2)),
-        ([((0, 0), (2, 4)), ((2, 0), (1, 3))], (1, 0)),
-        # As many elements as there are, but not each once.
-        ([((0, 0), (2, 4)), ((1, 0), (1, 4))], (4, 4)),
-        ([((0, 0), (3, 2)), ((0, 2), (1, 2)), ((1, 2), (2, 2))], (0, 0)),
-    ],
-)
-def test_coverage_against_counting(boxes: list[Any], expected: tuple[int, int]) -> None:
-    counts = np.zeros((3, 4), dtype=int)
-    for (row, column), (rows, columns) in boxes:
-        counts[row : row + rows, column : column + columns] += 1
-    assert coverage(boxes, (3, 4)) == expected == ((counts == 0).sum(), (counts > 1).sum())
 
 
 def rewrite_shard(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
