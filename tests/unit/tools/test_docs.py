@@ -22,7 +22,8 @@ from mindspeed_llm.ops import registry
 from mindspeed_llm.tools import docs, samples
 
 ROOT = Path(__file__).resolve().parents[3]
-BY_HAND = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/architecture.md", "docs/feature-map.md")
+GUIDES = ("architecture", "data", "durability", "feature-map")
+BY_HAND = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{name}.md" for name in GUIDES))
 UPSTREAM = ROOT / "tests" / "unit" / "cli"
 TORCHRUN = {"--nproc_per_node"}
 PYTEST = {"--slow", "--report"}
