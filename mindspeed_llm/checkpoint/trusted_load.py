@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load_state_dict
 from torch.futures import Future
 
 import mindspeed_llm.core  # noqa: F401  the device seam comes before megatron-core
-from mindspeed_llm.checkpoint.trusted import only_names, read_common, read_metadata, read_object, refusal
+from mindspeed_llm.checkpoint.trusted import only_names, read_common, read_metadata, read_object, reading
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
@@ -109,8 +109,9 @@ class _Reader(FileSystemReader):
         try:
             with only_names({}):
                 return super().read_data(plan, planner)
-        except UnpicklingError as error:
-            raise refusal(self.file, error) or error from error
+        except (UnpicklingError, RuntimeError, EOFError):
+            with reading(self.file):
+                raise
 
 
 class _Planner(MCoreLoadPlanner):
