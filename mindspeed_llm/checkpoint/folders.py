@@ -4,7 +4,7 @@
 
     <root>/latest_checkpointed_iteration.txt      the tracker: the newest complete iteration
     <root>/iter_0000010/                          one save: common.pt, metadata.json, __<rank>_<n>.distcp, .metadata
-    <root>/iter_0000010.tmp/                      a save that did not finish: never read, replaced by the next
+    <root>/iter_0000010.tmp/                      a save that did not finish: never read, deleted by the next
     <root>/iter_0000010.replaced/                 an earlier save of the same iteration, until the new one is whole
     <root>/iter_0000005.removed/                  a save that is being deleted: never read
     <root>/non_persistent/                        a root of its own, for saves of which only the newest is kept
@@ -24,6 +24,7 @@ from mindspeed_llm.errors import CheckpointError
 TRACKER = "latest_checkpointed_iteration.txt"
 NON_PERSISTENT = "non_persistent"
 _SAVE = re.compile(r"iter_(\d{7,})(?:\.replaced)?")
+_LEFTOVER = re.compile(r"(iter_\d{7,})\.(tmp|replaced|removed)")
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:
@@ -39,6 +40,19 @@ def draft_folder(root: Path, iteration: int) -> Path:
 def retired_folder(root: Path, iteration: int) -> Path:
     """Where an earlier save of the same iteration waits for the new one."""
     return root / f"iter_{iteration:07d}.replaced"
+
+
+def clear(root: Path, kind: str) -> None:
+    """Delete what saves that were cut off have left, but no save that has no other copy.
+
+    Args:
+        root: the folder of saves.
+        kind: ``tmp``, ``replaced`` or ``removed``.
+    """
+    for path in root.glob(f"iter_*.{kind}"):
+        match = _LEFTOVER.fullmatch(path.name)
+        if match and (kind != "replaced" or (root / match[1] / "metadata.json").is_file()):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def complete_iterations(root: Path) -> list[int]:
@@ -138,14 +152,14 @@ def retire(root: Path, newest: int, *, limit: int | None, every: int | None, rep
     if limit is not None and every is not None:
         going = {iteration for iteration in going if iteration % every}
     for iteration in sorted(going):
-        for folder in (iteration_folder(root, iteration), retired_folder(root, iteration)):
+        # The one that may be half deleted already goes first: alone it would look like a save.
+        for folder in (retired_folder(root, iteration), iteration_folder(root, iteration)):
             if folder.exists():
                 # Under another name first: what is half deleted must not look like a save.
                 gone = folder.with_name(f"iter_{iteration:07d}.removed")
                 shutil.rmtree(gone, ignore_errors=True)
                 folder.rename(gone)
-    for leftover in root.glob("iter_*.removed"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    clear(root, "removed")
     return sorted(going)
 
 

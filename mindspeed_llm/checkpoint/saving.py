@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_
 
 import mindspeed_llm.core  # noqa: F401  the device seam comes before megatron-core
 from mindspeed_llm.checkpoint.durable import sync_file, sync_path
-from mindspeed_llm.checkpoint.folders import TRACKER, draft_folder, iteration_folder, retired_folder
+from mindspeed_llm.checkpoint.folders import TRACKER, clear, draft_folder, iteration_folder, retired_folder
 from mindspeed_llm.device import current
 from mindspeed_llm.errors import CheckpointError
 
@@ -136,7 +136,7 @@ def begin(
     draft = draft_folder(root, iteration)
 
     def make() -> None:
-        shutil.rmtree(draft, ignore_errors=True)
+        clear(root, "tmp")
         draft.mkdir(parents=True)
 
     together(make, f"the checkpoint folder {draft} cannot be made")
@@ -253,10 +253,9 @@ def _plain(metadata: dict[str, Any]) -> dict[str, Any]:
 def _publish(root: Path, draft: Path, final: Path, iteration: int) -> None:
     for path in [*draft.iterdir(), draft]:
         sync_path(path)
-    retired = retired_folder(root, iteration)
-    shutil.rmtree(retired, ignore_errors=True)
     if final.exists():
-        final.rename(retired)
+        clear(root, "replaced")
+        final.rename(retired_folder(root, iteration))
     draft.rename(final)
     sync_path(root)
     tracker = root / TRACKER
@@ -266,4 +265,4 @@ def _publish(root: Path, draft: Path, final: Path, iteration: int) -> None:
         sync_file(file)
     fresh.replace(tracker)
     sync_path(root)
-    shutil.rmtree(retired, ignore_errors=True)
+    clear(root, "replaced")
