@@ -5,12 +5,12 @@ from __future__ import annotations
 import datetime
 import functools
 import gc
-import itertools
 import logging
 import os
 import random
 import tempfile
-from collections.abc import Iterator
+import time
+import uuid
 
 import numpy as np
 import torch
@@ -47,9 +47,9 @@ def initialize(cfg: RunConfig) -> None:
         timeout = datetime.timedelta(minutes=cfg.distributed.distributed_timeout_minutes)
         if "RANK" in os.environ:
             launch = tuple(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"))
-            store, rank, world, runs = _meeting_point(launch)
+            store, rank, world = _meeting_point(launch)
             store.set_timeout(timeout)
-            store = dist.PrefixStore(f"run{next(runs)}", store)
+            store = dist.PrefixStore(_agree_on_name(store, rank, world, timeout), store)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
         else:
             store = dist.FileStore(os.path.join(tempfile.mkdtemp(prefix="mindspeed_llm."), "rendezvous"), 1)
@@ -59,7 +59,7 @@ def initialize(cfg: RunConfig) -> None:
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
-        distributed_timeout_minutes=cfg.distributed.distributed_timeout_minutes,  # pyright: ignore[reportArgumentType]  to timedelta
+        distributed_timeout_minutes=cfg.distributed.distributed_timeout_minutes,  # pyright: ignore
         # The second set of groups is for saves from a device whose backend cannot move CPU tensors.
         create_gloo_process_groups=device.type != "cpu",
     )
@@ -94,13 +94,39 @@ def backend_of(cfg: RunConfig, device: Device) -> str:
 
 
 @functools.lru_cache(maxsize=1)
-def _meeting_point(launch: tuple[str, ...]) -> tuple[dist.Store, int, int, Iterator[int]]:
-    """The launcher's store, this rank, the number of ranks, and a counter of runs.
+def _meeting_point(launch: tuple[str, ...]) -> tuple[dist.Store, int, int]:
+    """The launcher's store, this rank, the number of ranks. A second store could not listen on the same port."""
+    return next(dist.rendezvous("env://"))
 
-    The next run of this process meets in the same store under another prefix: there the addresses of the last one are
-    stale, and a second store could not listen on the same port.
+
+def _agree_on_name(store: dist.Store, rank: int, world: int, timeout: datetime.timedelta) -> str:
+    """A name that the ranks of this run share and no other run has had.
+
+    The store outlives a run: the next one of this process, or the launcher's next attempt, would read in it the
+    addresses of processes that are gone. Nothing that a launcher tells its workers numbers the attempts alike on all
+    nodes. So each rank shows rank 0 a word that it has just made up, and hears the name under that word.
+
+    Raises:
+        TimeoutError: a rank did not come.
     """
-    return *next(dist.rendezvous("env://")), itertools.count()
+    mine = uuid.uuid4().hex
+    if rank != 0:
+        store.set(f"hello/{rank}", mine)
+        name = store.get(f"name/{mine}").decode()
+        store.set(f"heard/{name}/{rank}", "")
+        return name
+    missing, deadline = set(range(1, world)), time.monotonic() + timeout.total_seconds()
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"heard/{mine}/{other}"]):
+                missing.remove(other)
+            elif store.check([f"hello/{other}"]):
+                # Perhaps the word of an earlier run: then nobody listens, and the right one comes in a moment.
+                store.set(f"name/{store.get(f'hello/{other}').decode()}", mine)
+        if missing and time.monotonic() > deadline:
+            raise TimeoutError(f"ranks {sorted(missing)} did not come within {timeout.total_seconds():g} s")
+        time.sleep(0.01)
+    return mine
 
 
 def activate_ops(cfg: RunConfig) -> None:

@@ -18,7 +18,8 @@ import pytest
 
 from mindspeed_llm.training.failure import read_record
 from tests.distributed.failing import Case, Result
-from tests.distributed.launch import TINY, command_line, write_corpus
+from tests.distributed.launch import TINY, command_line, read_rows, succeed, write_corpus
+from tests.distributed.pool import Pool
 from tests.fixtures import hf_folder, tokenizer_folder
 
 REPOSITORY = Path(__file__).parents[2]
@@ -61,7 +62,7 @@ def run_cases(cases: list[Case], timeout: float) -> dict[str, Result]:
         timeout=timeout,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stderr[-6000:]
     return {result["name"]: Result(**result) for result in json.loads(done.stdout)}
 
 
@@ -116,3 +117,38 @@ def test_one_rank_fails_and_all_end(flags: dict[str, Any], tmp_path: Path) -> No
 @pytest.mark.slow
 def test_one_rank_fails_elsewhere_and_all_end(flags: dict[str, Any], tmp_path: Path) -> None:
     results_of(MORE_FAULTS, tmp_path, flags)
+
+
+def test_a_launcher_that_restarts_goes_on_from_the_last_save(pool: Pool, flags: dict[str, Any], tmp_path: Path) -> None:
+    """The losses are those of a run without a fault; the same save is then taken up by another number of ranks."""
+    told = ("iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_samples")
+    straight, again = tmp_path / "straight.jsonl", tmp_path / "again.jsonl"
+    flags = {**flags, "--train-iters": 6, "--save-interval": 2}
+    succeed(pool, {**flags, "--metrics-file": straight}, "dp2")
+    saves = tmp_path / "saves"
+    restarting = {**flags, "--save": saves, "--load": saves, "--metrics-file": again}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    script = ["--max-restarts", "2", "-m", "tests.distributed.restarting", "1", "5"]
+    done = subprocess.run(
+        [*launcher, *script, *command_line(restarting)],
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    (entry,) = read_record(saves)
+    assert (entry["rank"], entry["restart"]) == (0, 0)
+    one, two = read_rows(straight), read_rows(again)
+    # Step 5 was reported by nobody: the rank died before.
+    assert [row["iteration"] for row in two] == [1, 2, 3, 4, 5, 6]
+    assert [[row[name] for name in told] for row in two] == [[row[name] for name in told] for row in one]
+    # From the save of step 4, by one rank: the sums of gradients are in another order.
+    (saves / "latest_checkpointed_iteration.txt").write_text("4")
+    alone = tmp_path / "alone.jsonl"
+    succeed(pool, {**restarting, "--metrics-file": alone}, "one")
+    rows = read_rows(alone)
+    assert [row["iteration"] for row in rows] == [5, 6]
+    assert [row["lm_loss"] for row in rows] == pytest.approx([row["lm_loss"] for row in one[4:]], rel=1e-5)
