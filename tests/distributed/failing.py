@@ -38,7 +38,8 @@ class Case:
 
     Attributes:
         name: in the results.
-        fault: ``raise``, ``refuse`` (an error that a user can mend), ``kill``, ``stop`` or ``term``.
+        fault: ``raise``, ``refuse`` (an error that a user can mend), ``kill``, ``stop``, ``term``, or ``leave``: the
+            signal that asks for a save and an orderly end.
         place: ``forward``, ``collective``, ``prepare``, or a phase, at whose beginning it happens.
         rank: that fails; in ``prepare`` it is the one that prepares, whichever that is.
         argv: the command line.
@@ -72,7 +73,7 @@ def fail_by(fault: str) -> None:
         raise RuntimeError("a fault that nobody foresaw\nwith a second line")
     if fault == "refuse":
         raise DataError("the file of this rank is damaged", got="corpus.bin", fix="another file")
-    number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}[fault]
+    number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM, "leave": signal.SIGUSR1}[fault]
     os.kill(os.getpid(), number)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_llm.training.failure import read_record
+from mindspeed_llm.training.failure import RECORD, read_record
 from tests.distributed.failing import Case, Result
 from tests.distributed.launch import TINY, command_line, read_rows, succeed, write_corpus
 from tests.distributed.pool import Pool
@@ -112,6 +112,14 @@ def check(save: Path, result: Result, fault: str, rank: int | None) -> None:
 
 def test_one_rank_fails_and_all_end(flags: dict[str, Any], tmp_path: Path) -> None:
     results_of(FAULTS, tmp_path, flags)
+
+
+def test_a_signal_to_one_rank_saves_and_leaves(flags: dict[str, Any], tmp_path: Path) -> None:
+    asked = {**flags, "--save-interval": None, "--exit-signal-handler": True, "--exit-signal": "SIGUSR1"}
+    (result,) = run_cases([case("leave", "forward", 1, tmp_path, asked)], timeout=100).values()
+    assert result.codes == [0, 0], result.errors
+    assert [path.name for path in (tmp_path / "leave-forward").glob("iter_*")] == ["iter_0000002"]
+    assert not (tmp_path / "leave-forward" / RECORD).exists()
 
 
 @pytest.mark.slow
