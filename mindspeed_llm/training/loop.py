@@ -8,7 +8,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from mindspeed_llm.config.run import RunConfig
 from mindspeed_llm.device import current
 from mindspeed_llm.training.failure import phase
-from mindspeed_llm.training.numbers import Generators, TrainingData, explain
+from mindspeed_llm.training.numbers import Generators, TrainingData, explain, weights_are_lost
 from mindspeed_llm.training.objective import Batch, Objective
 from mindspeed_llm.training.report import Reporter
 from mindspeed_llm.training.save_load import Saver
@@ -163,6 +163,10 @@ def _due(interval: int | None, iteration: int) -> bool:
 def _step(run: Run, objective: Objective, hooks: Hooks) -> StepResult:
     generators = Generators.now()
     result = train_step(run, objective, hooks.train)
+    # A dynamic loss scale skips what overflows; but it would skip every step that is left once weights are bad.
+    dynamic = run.cfg.optimizer.loss_scale is None
+    if dynamic and result.skipped and not math.isfinite(result.loss) and weights_are_lost(run):
+        result = replace(result, bad="loss")
     if result.bad is not None:
         raise explain(run, objective, hooks.data, generators, result)
     return result

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from mindspeed_llm.checkpoint.engine import global_name, unwrap
 from mindspeed_llm.core.groups import pipeline_group, tensor_group
+from mindspeed_llm.device import current
 from mindspeed_llm.errors import SuiteError
 from mindspeed_llm.training.objective import Batch, Objective
 from mindspeed_llm.training.state import Run
@@ -157,6 +158,13 @@ def explain(
     findings: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(findings, own)
     return _error(run.progress.iteration + 1, result, cast(list[Finding], findings))
+
+
+def weights_are_lost(run: Run) -> bool:
+    """Whether any rank holds a weight that is not finite, which no loss scale can mend. Collective."""
+    flag = torch.tensor([float(bool(_bad_weights(run)))], device=current().torch_device)
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag.item())
 
 
 # ------------------------------------------------------------------------------------------------------------ on a rank

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mindspeed_llm.checkpoint.engine import live_tensors
-from mindspeed_llm.training import pretrain
+from mindspeed_llm.training import numbers, pretrain, step
 from tests.distributed.cases_pretrain import command
 
 from megatron.core import parallel_state
@@ -16,6 +16,8 @@ from megatron.core import parallel_state
 
 def bad_gradient(argv: list[str], parameter: str, per_step: int, data: int, once: bool) -> dict[str, Any]:
     """Run the command line; micro-batch 1 of ``parameter`` has a bad gradient from the second step on.
+
+    Returns what ``command`` does, and under ``reports`` the reported sums of each step's micro-batches.
 
     Args:
         argv: the command line.
@@ -33,15 +35,23 @@ def bad_gradient(argv: list[str], parameter: str, per_step: int, data: int, once
             passes = itertools.count()
 
             def spoil(gradient: torch.Tensor) -> torch.Tensor:
-                step, micro_batch = divmod(next(passes), per_step)
-                here = micro_batch == 1 and (step == 1 or (step > 1 and not once))
+                number, micro_batch = divmod(next(passes), per_step)
+                here = micro_batch == 1 and (number == 1 or (number > 1 and not once))
                 return gradient * torch.nan if here else gradient
 
             target.register_hook(spoil)
         return run
 
-    pretrain.setup = faulty
+    reports: list[list[list[float]]] = []
+    forward_backward = step.forward_backward
+
+    def recording(*args: Any, **kwargs: Any) -> list[dict[str, torch.Tensor]]:
+        made = forward_backward(*args, **kwargs)
+        reports.append([report["lm loss"].tolist() for report in made])
+        return made
+
+    pretrain.setup, step.forward_backward, numbers.forward_backward = faulty, recording, recording
     try:
-        return command(argv)
+        return command(argv) | {"reports": reports}
     finally:
-        pretrain.setup = setup
+        pretrain.setup, step.forward_backward, numbers.forward_backward = setup, forward_backward, forward_backward

@@ -127,15 +127,21 @@ def every_sample(flags: Flags, capsys: pytest.CaptureFixture[str]) -> list[dict[
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
+def injected(pool: Pool, flags: Flags, layout: str, parameter: str, *, once: bool = False) -> list[dict[str, Any]]:
+    """Runs with a bad gradient in step 2, micro-batch 1, of the last data-parallel rank."""
+    world, argv = placed(flags, layout)
+    replicas = 2 if "dp2" in layout else 1
+    arguments = {"parameter": parameter, "per_step": GLOBAL_BATCH // replicas, "data": replicas - 1, "once": once}
+    target = "tests.distributed.cases_numbers:bad_gradient"
+    return pool.run(target, world, timeout=60, process_group=False, argv=argv, **arguments)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("once", [False, True])
 def test_a_bad_gradient_before_it_reaches_the_weights(pool: Pool, flags: Flags, layout: str, once: bool) -> None:
     name = "decoder.layers.1.self_attention.linear_qkv.weight"
     two = "dp2" in layout
-    arguments = {"parameter": name, "per_step": GLOBAL_BATCH // (2 if two else 1), "data": int(two), "once": once}
-    world, argv = placed(flags, layout)
-    target = "tests.distributed.cases_numbers:bad_gradient"
-    results = pool.run(target, world, timeout=60, process_group=False, argv=argv, **arguments)
+    results = injected(pool, flags, layout, name, once=once)
     found = told(results, "gradient")
     assert (found["iteration"], found["parameter"]) == ("2", name)
     assert found["module"] == name.removesuffix(".weight")
@@ -151,16 +157,27 @@ def test_a_bad_gradient_before_it_reaches_the_weights(pool: Pool, flags: Flags, 
         assert all(torch.equal(value, trained["weights"][key]) for key, value in stopped["weights"].items())
 
 
-def test_dropout_falls_on_the_same_elements_again(pool: Pool, flags: Flags, tmp_path: Path) -> None:
-    """An overflow of some elements only is seen again if, and only if, the same ones are dropped."""
-    folder = spoiled(tmp_path / "hf", "model.layers.3.mlp.down_proj.weight", 0)
-    more = {"--load": folder, "--attention-dropout": 0.3, "--hidden-dropout": 0.3}
-    assert told(launch(pool, flags | more, "tp2"), "loss")["module"] == "decoder.layers.3.mlp.linear_fc2"
+@pytest.mark.parametrize("layout", ["one", "tp2", "pp2+vpp2", "dp2+dist"])
+def test_the_same_elements_are_dropped_again(pool: Pool, flags: Flags, layout: str) -> None:
+    flags |= {"--attention-dropout": 0.3, "--hidden-dropout": 0.3, "--seed": 5}
+    results = injected(pool, flags, layout, "decoder.layers.1.mlp.linear_fc1.weight")
+    reports = [result["reports"] for result in results if result["reports"][0]]
+    assert reports
+    for first, failed, again in reports:
+        assert again == failed
+        assert first != failed
 
 
 def test_a_fixed_loss_scale_that_overflows(pool: Pool, flags: Flags) -> None:
     found = told(launch(pool, flags | {"--fp16": True, "--loss-scale": 2.0**40}), "gradient")
     assert found["iteration"] == "1"
+
+
+@pytest.mark.parametrize("layout", ["one", "tp2+pp2"])
+def test_a_dynamic_loss_scale_does_not_skip_for_ever(pool: Pool, flags: Flags, tmp_path: Path, layout: str) -> None:
+    folder = spoiled(tmp_path / "hf", "model.layers.2.mlp.down_proj.weight", 0)
+    found = told(launch(pool, flags | {"--load": folder, "--fp16": True}, layout), "loss")
+    assert (found["iteration"], found["parameter"]) == ("1", "decoder.layers.2.mlp.linear_fc2.weight")
 
 
 # -------------------------------------------------------------------------------------------------- skipped and counted
@@ -197,6 +214,17 @@ def expected_skips(losses: list[float], factor: float) -> list[int]:
     return skips
 
 
+def telling_stop(losses: list[float]) -> tuple[float, int, list[int]]:
+    """A factor, a step to stop at, and the skips: some on either side, and others by a mean that began anew there."""
+    for factor in (1.02, 1.01, 1.005, 1.002, 1.001):
+        skips = expected_skips(losses, factor)
+        for stop in range(2, len(losses) - 1):
+            anew = expected_skips(losses[stop:], factor)
+            if any(skips[:stop]) and any(skips[stop:]) and anew != skips[stop:]:
+                return factor, stop, skips
+    raise AssertionError(losses)
+
+
 @pytest.mark.parametrize("layout", ["one", "tp2+pp2", "dp2+dist"])
 def test_spikes_are_skipped_across_a_resume(pool: Pool, flags: Flags, tmp_path: Path, layout: str) -> None:
     # The weights hardly move, so that the losses are those of the run without the flag.
@@ -204,9 +232,8 @@ def test_spikes_are_skipped_across_a_resume(pool: Pool, flags: Flags, tmp_path: 
     free, straight, resumed = (tmp_path / f"{name}.jsonl" for name in ("free", "straight", "resumed"))
     succeed(pool, flags | more | {"--metrics-file": free}, layout)
     losses = [row["lm_loss"] for row in read_rows(free)]
-    candidates = [(factor, expected_skips(losses, factor)) for factor in (1.02, 1.01, 1.005, 1.002)]
-    factor, skips = next((f, skips) for f, skips in candidates if sum(skips[:6]) and sum(skips[6:]))
-    more |= {"--loss-spike-factor": factor, "--log-interval": 1}
+    factor, stop, skips = telling_stop(losses)
+    more |= {"--loss-spike-factor": factor}
     succeed(pool, flags | more | {"--metrics-file": straight, "--save": tmp_path / "unused"}, layout)
     rows = read_rows(straight)
     assert [row["skipped"] for row in rows] == skips
@@ -217,7 +244,7 @@ def test_spikes_are_skipped_across_a_resume(pool: Pool, flags: Flags, tmp_path: 
         assert (row["lm_loss"] is None) == row["skipped"]
         done += 1 - row["skipped"]
     again = flags | more | {"--metrics-file": resumed, "--save": tmp_path / "saves"}
-    succeed(pool, again | {"--exit-interval": 6}, layout)
+    succeed(pool, again | {"--exit-interval": stop}, layout)
     succeed(pool, again | {"--load": tmp_path / "saves", "--hf-config": flags["--load"]}, layout)
     names = ("iteration", "lm_loss", "grad_norm", "learning_rate", "skipped", "consumed_samples")
     assert [[row[name] for name in names] for row in read_rows(resumed)] == [[row[n] for n in names] for row in rows]

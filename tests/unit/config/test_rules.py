@@ -155,6 +155,7 @@ CASES: list[tuple[int, dict[str, Any], str]] = [
     (1, {"lr": float("nan")}, "--lr must be finite"),
     (1, {"micro_batch_size": 0}, "--micro-batch-size is out of range"),
     (1, {"weight_decay": -0.1}, "allowed: 0 or more"),
+    (1, {"loss_spike_factor": 1.0}, "allowed: above 1"),
     # length and schedules
     (1, {"train_samples": 10}, "the length of the run is given twice"),
     (1, {"train_iters": None}, "the length of the run is unknown"),
