@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -292,10 +292,19 @@ def _first(findings: Sequence[Finding]) -> Finding | None:
     return min(found, key=order) if found else None
 
 
-def _with_samples(finding: Finding, findings: Sequence[Finding]) -> Finding:
-    """Stages that read nothing work on the samples of their data-parallel rank."""
-    same = [other.samples for other in findings if other.data == finding.data and other.samples]
-    return replace(finding, samples=same[0]) if same else finding
+def _suspects(first: Finding, findings: Sequence[Finding]) -> tuple[list[int], list[int]]:
+    """Ranks where it began and numbers of the samples it may have begun with.
+
+    Unless it was seen again, micro-batches and data-parallel ranks cannot be told apart: their gradients are summed.
+    """
+    if not first.repeated:
+        ranks = [finding.rank for finding in findings if finding.event == first.event]
+        return ranks, sorted({number for finding in findings for part in finding.samples for number in part})
+    # A stage that reads nothing works on the samples of its data-parallel rank.
+    parts = next((other.samples for other in findings if other.data == first.data and other.samples), ())
+    number = None if first.event is None else first.event.micro_batch
+    chosen = parts if number is None else parts[number : number + 1]
+    return [first.rank], [one for part in chosen for one in part]
 
 
 def _parameter(finding: Finding) -> str | None:
@@ -320,13 +329,11 @@ def _error(iteration: int, result: StepResult, findings: Sequence[Finding]) -> S
         everything = sorted({number for finding in findings for part in finding.samples for number in part})
         what += f": no module or parameter found, samples {_numbers(everything)}"
     else:
-        first = _with_samples(first, findings)
         event = first.event
-        what += f": rank {first.rank}, module {(event and event.module) or 'unknown'}"
-        what += f", parameter {_parameter(first) or 'none (all weights are finite)'}"
-        parts, number = first.samples, None if event is None else event.micro_batch
-        chosen = parts if number is None or number >= len(parts) else parts[number : number + 1]
-        what += f", samples {_numbers([one for part in chosen for one in part])}"
+        ranks, numbers = _suspects(first, findings)
+        what += f": {'rank' if len(ranks) == 1 else 'ranks'} {_numbers(ranks)}"
+        what += f", module {(event and event.module) or 'unknown'}"
+        what += f", parameter {_parameter(first) or 'none (all weights are finite)'}, samples {_numbers(numbers)}"
         telling = [finding for finding in findings if finding.event is not None or finding.weights]
         lines += [str(finding) for finding in telling[:SHOWN]]
         if len(telling) > SHOWN:
@@ -336,8 +343,8 @@ def _error(iteration: int, result: StepResult, findings: Sequence[Finding]) -> S
     return SuiteError(
         what,
         got="\n    ".join(lines),
-        fix="resume from the last save with a lower --lr, or without these samples; "
-        "--no-check-for-nan-in-loss-and-grad goes on regardless",
+        fix="resume from the last save with a lower --lr, or look at the samples with "
+        "python -m mindspeed_llm.tools.samples; --no-check-for-nan-in-loss-and-grad goes on regardless",
     )
 
 

@@ -55,3 +55,22 @@ def bad_gradient(argv: list[str], parameter: str, per_step: int, data: int, once
         return command(argv) | {"reports": reports}
     finally:
         pretrain.setup, step.forward_backward, numbers.forward_backward = setup, forward_backward, forward_backward
+
+
+def bad_output(argv: list[str], at: int) -> dict[str, Any]:
+    """Run the command line; the model's output is bad in forward pass ``at`` of this rank, and in no other."""
+    setup = pretrain.setup
+
+    def faulty(*args: Any, **kwargs: Any) -> Any:
+        run = setup(*args, **kwargs)
+        passes = itertools.count()
+        run.chunks[-1].register_forward_hook(
+            lambda _m, _i, output: output * torch.nan if next(passes) == at else output
+        )
+        return run
+
+    pretrain.setup = faulty
+    try:
+        return command(argv)
+    finally:
+        pretrain.setup = setup

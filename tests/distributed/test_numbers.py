@@ -63,7 +63,7 @@ def spoiled(folder: Path, tensor: str, row: int) -> Path:
 def told(results: list[dict[str, Any]], what: str) -> dict[str, str]:
     """What the error says, which is the same on every rank, and none of them succeeds."""
     assert [result["code"] for result in results] == [1] * len(results)
-    pattern = rf"the {what} of iteration (?P<iteration>\d+) is not a number: rank (?P<rank>\d+), "
+    pattern = rf"the {what} of iteration (?P<iteration>\d+) is not a number: ranks? (?P<rank>[\d ]+), "
     pattern += r"module (?P<module>\S+), parameter (?P<parameter>.+), samples (?P<samples>[\d ]+)\n"
     matches = [re.search(pattern, result["err"]) for result in results]
     assert len({match and match.groups() for match in matches}) == 1
@@ -146,7 +146,10 @@ def test_a_bad_gradient_before_it_reaches_the_weights(pool: Pool, flags: Flags, 
     assert (found["iteration"], found["parameter"]) == ("2", name)
     assert found["module"] == name.removesuffix(".weight")
     if once:
+        # Sums of gradients do not tell whose part was bad.
         assert "did not happen again" in results[0]["err"]
+        assert found["samples"] == "4 5 6 7"
+        assert found["rank"] == {"dp2": "0 1", "tp2": "0 1", "pp2+vpp2": "1"}.get(layout, found["rank"])
     else:
         # Micro-batch 1 of data-parallel rank 1 of 2, or of all.
         assert found["samples"] == ("7" if two else "5")
@@ -155,6 +158,34 @@ def test_a_bad_gradient_before_it_reaches_the_weights(pool: Pool, flags: Flags, 
     for stopped, trained in zip(results, one, strict=True):
         assert stopped["weights"].keys() == trained["weights"].keys()
         assert all(torch.equal(value, trained["weights"][key]) for key, value in stopped["weights"].items())
+
+
+@pytest.mark.parametrize("layout", ["one", "dp2", "pp2"])
+def test_a_loss_that_was_bad_once(pool: Pool, flags: Flags, layout: str) -> None:
+    world, argv = placed(flags, layout)
+    at = {"dp2": 2}.get(layout, 4)
+    target = "tests.distributed.cases_numbers:bad_output"
+    for result in pool.run(target, world, timeout=60, process_group=False, argv=argv, at=at):
+        assert result["code"] == 1
+        assert "the loss of iteration 2 is not a number: no module or parameter found, samples 4 5 6 7" in result["err"]
+        assert "did not happen again" in result["err"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [
+        ("one", {"--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": 1}),
+        ("dp2+dist", {"--overlap-grad-reduce": True, "--overlap-param-gather": True, "--num-workers": 1}),
+        ("tp2+sp+pp2", {"--bf16": True, "--reset-attention-mask": True, "--reset-position-ids": True}),
+    ],
+)
+def test_the_step_is_repeated_as_it_was(pool: Pool, flags: Flags, layout: str, more: Flags) -> None:
+    name = "decoder.layers.1.mlp.linear_fc1.weight"
+    results = injected(pool, flags | more, layout, name)
+    found = told(results, "gradient")
+    assert (found["parameter"], found["samples"]) == (name, "7" if "dp2" in layout else "5")
+    for result in results:
+        assert not result["reports"][0] or result["reports"][2] == result["reports"][1] != result["reports"][0]
 
 
 @pytest.mark.parametrize("layout", ["one", "tp2", "pp2+vpp2", "dp2+dist"])
