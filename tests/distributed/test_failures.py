@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -83,10 +82,13 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {**TINY, **more, "--hf-config": hf_folder("q25"), "--data-path": corpus, "--use-distributed-optimizer": True}
 
 
-def results_of(faults: Sequence[tuple[str, str, int | None]], folder: Path, flags: dict[str, Any]) -> None:
-    results = run_cases([case(*fault, folder, flags) for fault in faults], timeout=150)
-    for fault, place, rank in faults:
-        check(folder / f"{fault}-{place}", results[f"{fault}-{place}"], fault, rank)
+@pytest.fixture(scope="module")
+def runs(flags: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Result]]:
+    """Those of every session, started together."""
+    folder = tmp_path_factory.mktemp("failures")
+    asked = {**flags, "--save-interval": None, "--exit-signal-handler": True, "--exit-signal": "SIGUSR1"}
+    leaving = case("leave", "forward", 1, folder, asked)
+    return folder, run_cases([leaving, *(case(*fault, folder, flags) for fault in FAULTS)], timeout=150)
 
 
 def check(save: Path, result: Result, fault: str, rank: int | None) -> None:
@@ -110,21 +112,25 @@ def check(save: Path, result: Result, fault: str, rank: int | None) -> None:
     assert record == {}, said
 
 
-def test_one_rank_fails_and_all_end(flags: dict[str, Any], tmp_path: Path) -> None:
-    results_of(FAULTS, tmp_path, flags)
-
-
-def test_a_signal_to_one_rank_saves_and_leaves(flags: dict[str, Any], tmp_path: Path) -> None:
-    asked = {**flags, "--save-interval": None, "--exit-signal-handler": True, "--exit-signal": "SIGUSR1"}
-    (result,) = run_cases([case("leave", "forward", 1, tmp_path, asked)], timeout=100).values()
-    assert result.codes == [0, 0], result.errors
-    assert [path.name for path in (tmp_path / "leave-forward").glob("iter_*")] == ["iter_0000002"]
-    assert not (tmp_path / "leave-forward" / RECORD).exists()
+@pytest.mark.parametrize(("fault", "place", "rank"), FAULTS)
+def test_one_rank_fails_and_all_end(
+    runs: tuple[Path, dict[str, Result]], fault: str, place: str, rank: int | None
+) -> None:
+    check(runs[0] / f"{fault}-{place}", runs[1][f"{fault}-{place}"], fault, rank)
 
 
 @pytest.mark.slow
 def test_one_rank_fails_elsewhere_and_all_end(flags: dict[str, Any], tmp_path: Path) -> None:
-    results_of(MORE_FAULTS, tmp_path, flags)
+    results = run_cases([case(*fault, tmp_path, flags) for fault in MORE_FAULTS], timeout=150)
+    for fault, place, rank in MORE_FAULTS:
+        check(tmp_path / f"{fault}-{place}", results[f"{fault}-{place}"], fault, rank)
+
+
+def test_a_signal_to_one_rank_saves_and_leaves(runs: tuple[Path, dict[str, Result]]) -> None:
+    folder, result = runs[0] / "leave-forward", runs[1]["leave-forward"]
+    assert result.codes == [0, 0], result.errors
+    assert [path.name for path in folder.glob("iter_*")] == ["iter_0000002"]
+    assert not (folder / RECORD).exists()
 
 
 def test_a_launcher_that_restarts_goes_on_from_the_last_save(pool: Pool, flags: dict[str, Any], tmp_path: Path) -> None:
