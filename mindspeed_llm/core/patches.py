@@ -43,6 +43,12 @@ def _tensor_type_sites() -> list[Patch]:
     ]
 
 
+def _load_scaler(self: Any, state_dict: dict[str, Any]) -> None:
+    self._scale = state_dict["scale"].to(current().torch_device)
+    self._growth_tracker = state_dict["growth_tracker"]
+    self._hysteresis_tracker = state_dict["hysteresis_tracker"]
+
+
 def _contiguous_first(reduce: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(reduce)
     def contiguous_reduce(input_: torch.Tensor, group: Any) -> torch.Tensor:
@@ -128,7 +134,15 @@ def _off_cuda() -> list[Patch]:
                 "megatron.core.models.common.language_module.language_module:"
                 "LanguageModule.setup_embeddings_and_output_layer",
                 f"{_DISTRIBUTED}:DistributedOptimizer.get_parameter_state_dp_zero",
+                "megatron.core.dist_checkpointing.exchange_utils:exchange_loaded_tensors_broadcast",
             )
+        ),
+        Patch(
+            target="megatron.core.optimizer.grad_scaler:DynamicGradScaler.load_state_dict",
+            kind="replace",
+            new=_load_scaler,
+            why="moves a tensor with Tensor.cuda(device)",
+            remove_when="megatron-core moves it to the device of the model",
         ),
     ]
 

@@ -35,6 +35,7 @@ from tests.parity.case import micro_batches
 from tests.parity.layouts import RECIPE, parse_layout
 
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import exchange_utils
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.tensor_parallel import mappings
 
@@ -78,6 +79,15 @@ def send_then_swap(function: str, transfer: bool = True) -> dict[str, Any]:
             wait(send(**{**nothing, "tensor_recv_prev": received}, **others))
             found["intact"] = torch.equal(received, values)
     return found
+
+
+def exchange() -> bool:
+    """Whether a tensor that another rank needs, too, comes out of the exchange of a parallel load."""
+    loaded = torch.arange(3.0)
+    shard: Any = ("weight", (0,), None)
+    who = exchange_utils.ShardDistribution({shard: 0}, {shard}, {}, {shard: [0, 0]})
+    found = exchange_utils.exchange_loaded_tensors_broadcast({shard: loaded}, {}, who, dist.group.WORLD)
+    return torch.equal(found[shard], loaded)
 
 
 def wait(requests: Any) -> None:
