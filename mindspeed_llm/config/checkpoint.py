@@ -15,6 +15,9 @@ class CheckpointConfig:
     load: str | None = None
     """Checkpoint folder or Hugging Face folder to start from."""
 
+    pretrained_checkpoint: str | None = None
+    """Weights to start from while --load holds no checkpoint: a Hugging Face folder or a checkpoint folder."""
+
     save: str | None = None
     """Folder that checkpoints are written to."""
 

@@ -126,7 +126,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
         "planned with the checkpoint features",
         """use-persistent-ckpt-worker ckpt-convert-*
         ckpt-assume-constant-structure auto-detect-ckpt-format dist-ckpt-* distrib-optim-* non-persistent-local-*
-        pretrained-checkpoint use-checkpoint-args use-mp-args-from-checkpoint-args
+        use-checkpoint-args use-mp-args-from-checkpoint-args
         *use-tokenizer-model-from-checkpoint-args replication* load-main-params-from-ckpt *gloo-process-groups
         disable-gloo-group save-wgrads-interval save-dgrads-interval""",
     ),

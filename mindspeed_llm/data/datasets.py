@@ -149,7 +149,8 @@ def tokenizer_of(cfg: RunConfig) -> Tokenizer:
     """
     named, kind = cfg.tokenizer.tokenizer_name_or_path, cfg.tokenizer.tokenizer_type
     if named is None and kind is None:
-        folders = [folder for folder in (cfg.checkpoint.load, cfg.model.hf_config) if folder is not None]
+        places = (cfg.checkpoint.load, cfg.checkpoint.pretrained_checkpoint, cfg.model.hf_config)
+        folders = [folder for folder in places if folder is not None]
         named = next((folder for folder in folders if tokenizer_file(folder) is not None), None)
     if kind is None:
         kind = NULL_TYPE if named is None else "PretrainedFromHF"

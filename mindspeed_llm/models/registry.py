@@ -70,10 +70,10 @@ _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def family_layer(given: Mapping[str, Any]) -> Layer | None:
-    """What the Hugging Face configuration of ``load`` or ``hf_config`` says about the architecture.
+    """What the Hugging Face configuration that the flags name says about the architecture.
 
     Args:
-        given: field values of the other sources: ``load``, ``hf_config``, ``model_type_hf``.
+        given: field values of the other sources: ``load``, ``pretrained_checkpoint``, ``hf_config``, ``model_type_hf``.
 
     Returns:
         The layer, binding when weights come with it; None when neither field names a Hugging Face configuration.
@@ -83,7 +83,7 @@ def family_layer(given: Mapping[str, Any]) -> Layer | None:
             not JSON.
         ConversionError: no family has it, or it cannot be computed with.
     """
-    for flag, binding in (("load", True), ("hf_config", False)):
+    for flag, binding in (("load", True), ("pretrained_checkpoint", True), ("hf_config", False)):
         if given.get(flag) is None:
             continue
         path = Path(str(given[flag]))
@@ -91,10 +91,12 @@ def family_layer(given: Mapping[str, Any]) -> Layer | None:
         if path.suffix != ".json" or not path.exists():
             if flag == "hf_config":
                 raise ConfigError(f"--hf-config: there is no {path}", fix="give a folder with config.json, or the file")
-            if not path.exists() and given.get("num_layers") is None and given.get("hf_config") is None:
+            others = ("num_layers", "hf_config", *(("pretrained_checkpoint",) if flag == "load" else ()))
+            if not path.exists() and all(given.get(name) is None for name in others):
+                spelled = f"--{flag.replace('_', '-')}"
                 raise ConfigError(
-                    f"--load: there is no {path}, and nothing else says what the model is",
-                    fix="correct --load; a run from random weights needs --hf-config or the flags of an architecture",
+                    f"{spelled}: there is no {path}, and nothing else says what the model is",
+                    fix=f"correct {spelled}; random weights need --hf-config or the flags of an architecture",
                 )
             continue
         try:

@@ -101,7 +101,7 @@ def _set_up(cfg: RunConfig, origin: Origin) -> Run:
         return setup(cfg, lambda chunks: load_from_hf(cfg, folder, chunks))
     run = setup(cfg)
     if origin.kind == "checkpoint" and folder is not None:
-        load_checkpoint(run, folder, origin.iteration)
+        load_checkpoint(run, folder, origin.iteration, weights_only=origin.weights_only)
     return run
 
 

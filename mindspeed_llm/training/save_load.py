@@ -194,9 +194,15 @@ def non_persistent_root(cfg: RunConfig) -> Path:
     return Path(given) if given else Path(checkpoint.save or "", NON_PERSISTENT)
 
 
-def load_checkpoint(run: Run, root: Path, iteration: int) -> None:
+def load_checkpoint(run: Run, root: Path, iteration: int, *, weights_only: bool = False) -> None:
     """Take up the save of ``iteration`` in ``root``: weights, and unless told otherwise optimizer, schedule,
     generators and counters. Collective.
+
+    Args:
+        run: the run.
+        root: the folder of saves.
+        iteration: of the save.
+        weights_only: as with ``--finetune``.
 
     Raises:
         CheckpointError: the save is missing, incomplete or does not fit.
@@ -208,12 +214,13 @@ def load_checkpoint(run: Run, root: Path, iteration: int) -> None:
     _require_architecture(run, folder, common)
     metadata = _metadata(stored.get(SHARDING))
     state = _model_state(run, metadata)
-    with_optimizer = not (checkpoint.finetune or checkpoint.no_load_optim)
+    fresh = checkpoint.finetune or weights_only
+    with_optimizer = not (fresh or checkpoint.no_load_optim)
     if with_optimizer:
         _require_optimizer(run, folder, stored, common)
         _require_number_format(run, folder, common)
         state["optimizer"] = run.optimizer.sharded_state_dict(state, is_loading=True, metadata=metadata)
-    with_rng = not (checkpoint.finetune or checkpoint.no_load_rng) and _layout(run) == common["layout"]
+    with_rng = not (fresh or checkpoint.no_load_rng) and _layout(run) == common["layout"]
     if with_rng:
         state["rng_state"] = _rng_state()
     spread = checkpoint.ckpt_fully_parallel_load and data_group().size() > 1
@@ -227,7 +234,7 @@ def load_checkpoint(run: Run, root: Path, iteration: int) -> None:
         run.optimizer.reload_model_params()
     if with_rng:
         _set_rng_state(loaded["rng_state"])
-    if not checkpoint.finetune:
+    if not fresh:
         run.progress.load_state_dict(common["progress"])
     logger.info("loaded checkpoint %s", folder)
 

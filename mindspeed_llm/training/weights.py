@@ -33,11 +33,13 @@ class Origin:
         kind: ``random``: nothing is loaded; ``hf``: a Hugging Face folder; ``checkpoint``: one of our own.
         folder: where it is.
         iteration: of the checkpoint.
+        weights_only: the run starts from the weights of a checkpoint rather than going on with it.
     """
 
     kind: Literal["random", "hf", "checkpoint"]
     folder: Path | None = None
     iteration: int = 0
+    weights_only: bool = False
 
 
 def find_origin(cfg: RunConfig) -> Origin:
@@ -50,7 +52,7 @@ def find_origin(cfg: RunConfig) -> Origin:
     """
     checkpoint = cfg.checkpoint
     if checkpoint.load is None:
-        return Origin("random")
+        return _start(cfg)
     folder = Path(checkpoint.load)
     if folder.is_dir():
         if hf_io.is_hf_folder(folder):
@@ -69,6 +71,8 @@ def find_origin(cfg: RunConfig) -> Origin:
             return Origin("checkpoint", root, iteration)
     saves = sorted(path.name for path in folder.glob("iter_" + 7 * "[0-9]")) if folder.is_dir() else []
     restart = checkpoint.save is not None and folder.resolve() == Path(checkpoint.save).resolve()
+    if not saves and not folder.is_file() and checkpoint.pretrained_checkpoint is not None:
+        return _start(cfg)
     if restart and not saves and not checkpoint.exit_on_missing_checkpoint:
         logger.warning("--load and --save are both %s and it holds no checkpoint: starting from random weights", folder)
         return Origin("random")
@@ -81,6 +85,23 @@ def find_origin(cfg: RunConfig) -> Origin:
         allowed=f"a folder with config.json and weights, or one with {TRACKER}",
         fix="correct --load; drop it to train from random weights; --ckpt-step N takes a save without the tracker",
     )
+
+
+def _start(cfg: RunConfig) -> Origin:
+    """Where a run begins that goes on with nothing."""
+    given = cfg.checkpoint.pretrained_checkpoint
+    if given is None:
+        return Origin("random")
+    folder = Path(given)
+    if hf_io.is_hf_folder(folder):
+        return Origin("hf", folder)
+    iteration = latest_iteration(folder)
+    if iteration is None:
+        raise CheckpointError(
+            f"--pretrained-checkpoint {folder} is neither a Hugging Face folder nor a checkpoint folder",
+            allowed=f"a folder with config.json and weights, or one with {TRACKER}",
+        )
+    return Origin("checkpoint", folder, iteration, weights_only=True)
 
 
 def family_of(cfg: RunConfig) -> ModelFamily:
@@ -116,7 +137,7 @@ def parallel_groups() -> ParallelGroups:
 
 def hf_source(cfg: RunConfig) -> Path | None:
     """The Hugging Face folder that the run's architecture came from: its tokenizer goes along on export."""
-    for given in (cfg.checkpoint.load, cfg.model.hf_config):
+    for given in (cfg.checkpoint.load, cfg.checkpoint.pretrained_checkpoint, cfg.model.hf_config):
         if given is None:
             continue
         folder = Path(given) if Path(given).is_dir() else Path(given).parent

@@ -72,6 +72,24 @@ def test_without_a_tracker_the_newest_whole_save_is_taken(tmp_path: Path) -> Non
         find_origin(configuration(load=str(root)))
 
 
+def test_a_restarted_run_begins_with_the_pretrained_weights_until_there_is_a_save(tmp_path: Path) -> None:
+    hf, save = tmp_path / "hf", tmp_path / "save"
+    hugging_face(hf)
+    start = configuration(load=str(save), save=str(save), pretrained_checkpoint=str(hf))
+    assert find_origin(start) == Origin("hf", hf)
+    assert find_origin(configuration(pretrained_checkpoint=str(hf))) == Origin("hf", hf)
+    saves(tmp_path / "other", 7)
+    other = str(tmp_path / "other")
+    assert find_origin(configuration(load=str(save), save=str(save), pretrained_checkpoint=other)) == Origin(
+        "checkpoint", Path(other), 7, weights_only=True
+    )
+    saves(save, 10)
+    assert find_origin(start) == Origin("checkpoint", save, 10)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="--pretrained-checkpoint"):
+        find_origin(configuration(pretrained_checkpoint=str(tmp_path / "empty")))
+
+
 def test_the_restart_idiom_knows_a_folder_by_any_of_its_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
