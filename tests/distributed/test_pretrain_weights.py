@@ -242,7 +242,7 @@ def truncated_weights(folder: Path) -> None:
     [
         (missing, {}, ("no such folder", "correct --load")),
         (empty, {}, ("neither a Hugging Face folder nor a checkpoint", "correct --load")),
-        (without_tracker, {}, ("iter_0000010", "--ckpt-step", "latest_checkpointed_iteration.txt")),
+        (without_tracker, {}, ("iter_0000010", "common.pt", "--ckpt-step")),
         (tracker_without_save, {}, ("iteration 20", "iter_0000010", "--ckpt-step")),
         (tracker_of_nonsense, {}, ("twenty", "latest_checkpointed_iteration.txt")),
         (without_tracker, {"--ckpt-step": 30}, ("iteration 30", "iter_0000010", "--ckpt-step")),
