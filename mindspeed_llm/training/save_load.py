@@ -228,7 +228,11 @@ def load_checkpoint(run: Run, root: Path, iteration: int, *, weights_only: bool 
     for name, chunk in _bare_chunks(run).items():
         chunk.load_state_dict(loaded[name])
     if with_optimizer:
+        bounds = _schedule_bounds(run)
         run.optimizer.load_state_dict(loaded["optimizer"])
+        if run.cfg.schedule.override_opt_param_scheduler:
+            for group, own in zip(run.optimizer.param_groups, bounds, strict=True):
+                group.update(own)
         _take_up_schedule(run, common)
     else:
         run.optimizer.reload_model_params()
@@ -254,6 +258,15 @@ def _require_architecture(run: Run, folder: Path, common: dict[str, Any]) -> Non
             allowed=", ".join(f"{name} {theirs}" for name, (_, theirs) in differs.items()),
             fix="give the --hf-config, or the architecture flags, of the run that saved it",
         )
+
+
+def _schedule_bounds(run: Run) -> list[dict[str, float]]:
+    """What the schedule reads in each group of parameters before it looks at its own values, as it was configured.
+
+    megatron-core keeps them with the optimizer's state, so that a load would bring those of the save back.
+    """
+    names = ("max_lr", "min_lr", "start_wd", "end_wd")
+    return [{name: group[name] for name in names if name in group} for group in run.optimizer.param_groups]
 
 
 def _take_up_schedule(run: Run, common: dict[str, Any]) -> None:

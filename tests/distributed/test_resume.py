@@ -201,3 +201,22 @@ def test_parts_of_a_run(pool: Pool, flags: Flags, tmp_path: Path) -> None:
     assert rows(resumed({}, bare) | {"--no-load-optim": True}, "bare-resumed") == fresh
     whole, parts = (sum(path.stat().st_size for path in root.rglob("*.distcp")) for root in (saves, bare))
     assert parts < whole / 2
+
+
+@pytest.mark.parametrize("layout", ["one", "dp2+dist"])
+def test_whose_schedule_it_is(pool: Pool, flags: Flags, tmp_path: Path, layout: str) -> None:
+    saves = tmp_path / "saves"
+    flags |= {"--train-iters": 4, "--lr-decay-style": "linear", "--lr-warmup-iters": 1, "--min-lr": 1e-4}
+
+    def rates(more: Flags, name: str) -> list[float]:
+        succeed(pool, flags | more | {"--metrics-file": tmp_path / f"{name}.jsonl"}, layout)
+        return [row["learning_rate"] for row in read_rows(tmp_path / f"{name}.jsonl")]
+
+    straight = rates({}, "straight")
+    rates({"--save": saves, "--exit-interval": 2}, "saves")
+    # Peak and end are other ones now.
+    other = {"--lr": 5e-3, "--min-lr": 2e-3}
+    risen = rates(other, "risen")
+    assert risen[2] > 2 * straight[2]
+    assert rates(resumed(other, saves) | {"--use-checkpoint-opt-param-scheduler": True}, "theirs") == straight[2:]
+    assert rates(resumed(other, saves) | {"--override-opt-param-scheduler": True}, "ours") == risen[2:]
