@@ -57,7 +57,7 @@ def configuration(argv: list[str]) -> RunConfig:
     """The arguments behind the script's name, read as ``pretrain_gpt.py`` does under the launcher's processes."""
     at = argv.index("pretrain_gpt.py")
     world = argv[argv.index("--nproc_per_node") + 1]
-    return parse_pretrain(argv[at + 1 :], environ={"WORLD_SIZE": world}, family_values=family_layer, device="cpu")
+    return parse_pretrain(argv[at + 1 :], environ={"WORLD_SIZE": world}, family_values=family_layer)
 
 
 @pytest.mark.parametrize("path", PRETRAIN, ids=name_of)
