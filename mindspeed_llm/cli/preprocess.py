@@ -284,28 +284,34 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the preparation; the exit status is 0, or the error's own."""
-    # A batch system stops a job with SIGTERM: unwinding the stack removes what is half made.
-    signal.signal(signal.SIGTERM, _interrupt)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a terminal need not have the letters of a name
+    # A batch system stops a job with SIGTERM: unwinding the stack removes what is half made.
+    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         run(parse(argv))
     except SuiteError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return error.exit_code
+        return _fail(error)
     except OSError as error:
         # Of what is read, data turns these into errors of its own.
         place = error.filename2 or error.filename
-        failure = DataError(
-            "What is prepared cannot be written.",
-            got=": ".join(filter(None, (place and os.fsdecode(place), error.strerror or str(error)))),
-            allowed="a folder to write to, with room for two or four bytes a token",
-            fix="--output-prefix",
+        return _fail(
+            DataError(
+                "What is prepared cannot be written.",
+                got=": ".join(filter(None, (place and os.fsdecode(place), error.strerror or str(error)))),
+                allowed="a folder to write to, with room for two or four bytes a token",
+                fix="--output-prefix",
+            )
         )
-        sys.stderr.write(f"error: {failure}\n")
-        return failure.exit_code
     except KeyboardInterrupt:
         sys.stderr.write("interrupted; nothing was written\n")
         return 128 + signal.SIGINT
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0
+
+
+def _fail(error: SuiteError) -> int:
+    sys.stderr.write(f"error: {error}\n")
+    return error.exit_code

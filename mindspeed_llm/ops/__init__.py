@@ -42,8 +42,8 @@ class _Active:
     table: OpTable | None = None
 
 
-def activate(table: OpTable) -> None:
-    """Make ``table`` (see :func:`choose`) the one that modules built from now on use."""
+def activate(table: OpTable | None) -> None:
+    """Make ``table`` (see :func:`choose`) the one that modules built from now on use; None for the references."""
     _Active.table = table
 
 

@@ -160,7 +160,8 @@ def seed_everything(cfg: RunConfig) -> None:
 
 
 def finalize() -> None:
-    """Leave the model-parallel groups and the process group."""
+    """Leave the model-parallel groups and the process group, and the choice of ops."""
+    ops.activate(None)
     parallel_state.destroy_model_parallel()
     unset_num_microbatches_calculator()
     if dist.is_initialized():
