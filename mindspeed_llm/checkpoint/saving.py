@@ -19,7 +19,7 @@ from __future__ import annotations
 import shutil
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ from mindspeed_llm.errors import CheckpointError
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonSaveStrategy
@@ -47,15 +49,15 @@ BACKEND, VERSION = "torch_dist", 1
 class Save:
     """A save under way; made by :func:`begin`."""
 
-    def __init__(self, root: Path, iteration: int, plan: _Plan, common: _Common, background: bool) -> None:
+    def __init__(self, root: Path, iteration: int, plan: _Plan, common: _Common, live: set[int] | None) -> None:
         self.root = root
         self.iteration = iteration
         self._plan = plan
         self._results: list[Any] = []
         self._failure = common.failure
         self._thread: threading.Thread | None = None
-        self._buckets = plan.staged(copy=background)
-        if background:
+        self._buckets = plan.staged(live)
+        if live is not None:
             # Not a daemon: an interpreter that ends normally waits for the files.
             self._thread = threading.Thread(target=self._write, name=f"save of iteration {iteration}")
             self._thread.start()
@@ -142,6 +144,7 @@ def begin(
     together(make, f"the checkpoint folder {draft} cannot be made")
     require_shared(draft)
     plan, common = _Plan(), _Common()
+    live = _storages(state) if background else None
     register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, common)
     dist_checkpointing.save(
         state,
@@ -150,7 +153,7 @@ def begin(
         async_sharded_save=True,
         content_metadata=_plain(metadata),
     )
-    return Save(root, iteration, plan, common, background)
+    return Save(root, iteration, plan, common, live)
 
 
 def together(action: Callable[[], None], what: str) -> None:
@@ -201,15 +204,18 @@ class _Plan(TorchDistSaveShardedStrategy):
         self.metadata = save_state_dict_ret[1]
         return AsyncRequest(None, (), [])
 
-    def staged(self, *, copy: bool) -> list[tuple[str, str, list[tuple[Any, Any]]]]:
-        """Path, key and items of each file of this rank; tensors in host memory, with ``copy`` in memory of their own.
+    def staged(self, live: set[int] | None) -> list[tuple[str, str, list[tuple[Any, Any]]]]:
+        """Path, key and items of each file of this rank; tensors in host memory.
 
-        megatron-core copies none that already is in host memory, so that a save in the background would hold what the
-        next steps make of it.
+        megatron-core copies views, and no whole tensor that already is in host memory: of these a save in the
+        background would hold what the next steps make of them.
+
+        Args:
+            live: addresses of the storages that training goes on to write to; tensors in these are copied.
         """
         buckets = []
         for path, key, (objects, tensors) in self.writer.write_buckets:
-            moved = [(item, tensor.detach().to("cpu", copy=copy)) for item, tensor in tensors]
+            moved = [(item, _in_host_memory(tensor.detach(), live or ())) for item, tensor in tensors]
             buckets.append((path, key, [*objects, *moved]))
         # The plan would keep the originals.
         self.writer.write_buckets = []
@@ -231,6 +237,18 @@ class _Common(TorchCommonSaveStrategy):
                 sync_file(file)
         except (OSError, RuntimeError) as error:
             self.failure = error
+
+
+def _storages(state: Any) -> set[int]:
+    return {
+        part.data.untyped_storage().data_ptr()
+        for part in nested_values(state)
+        if isinstance(part, ShardedTensor | ShardedTensorFactory) and part.data is not None
+    }
+
+
+def _in_host_memory(tensor: torch.Tensor, live: Collection[int]) -> torch.Tensor:
+    return tensor.to("cpu", copy=tensor.untyped_storage().data_ptr() in live)
 
 
 def _write_file(path: str, key: str, items: list[tuple[Any, Any]], transforms: Any) -> list[Any]:

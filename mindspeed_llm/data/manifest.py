@@ -42,6 +42,8 @@ class Manifest:
         text_bytes: bytes of UTF-8 that the documents were made from.
         pad_to_multiple_of: each document was padded to a multiple of this many tokens.
         split_sentences: documents are split into sentences.
+        keep_newlines: the white space between these is kept.
+        lang: their language; None where documents are not split.
         shard: the part of the input, from 0, and the number of parts; None for the whole.
     """
 
@@ -60,6 +62,8 @@ class Manifest:
     text_bytes: int = 0
     pad_to_multiple_of: int = 1
     split_sentences: bool = False
+    keep_newlines: bool = False
+    lang: str | None = None
     shard: tuple[int, int] | None = None
     format: int = FORMAT
 

@@ -16,6 +16,10 @@ from mindspeed_llm.data.manifest import Manifest, commit_dataset, manifest_path,
 from mindspeed_llm.data.prepare import PrepareResult, make_parent
 from mindspeed_llm.errors import DataError
 
+_SETTINGS = (
+    *("sources", "tokenizer_hash", "append_eod", "pad_to_multiple_of"),
+    *("split_sentences", "keep_newlines", "lang"),
+)
 _SHARD = re.compile(r"\.shard-(?P<number>\d+)-of-(?P<count>\d+)")
 
 
@@ -129,7 +133,8 @@ def _find_shards(output_prefix: str) -> dict[tuple[int, int], dict[str, str]]:
         raise DataError(
             "Shards are missing.",
             got=", ".join(f"{number}/{count}" for number in missing[:10]),
-            fix="prepare these with --shard",
+            fix="prepare these with --shard; of a merge that was stopped while it removed its parts the result is "
+            "whole, and the parts that are left can be removed",
         )
     return shards
 
@@ -139,7 +144,7 @@ def _check_settings(parts: Sequence[str]) -> Manifest:
     first = _manifest(parts[0])
     for part in parts:
         manifest = _manifest(part)
-        for name in ("sources", "tokenizer_hash", "append_eod", "pad_to_multiple_of", "split_sentences"):
+        for name in _SETTINGS:
             if getattr(manifest, name) != getattr(first, name):
                 raise DataError(
                     "Shards were prepared in different ways.",

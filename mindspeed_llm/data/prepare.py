@@ -145,6 +145,8 @@ def prepare(settings: PrepareSettings, tokenizer: Tokenizer) -> PrepareResult:
             sources=tuple(Source(file.path, file.bytes) for file in files),
             pad_to_multiple_of=settings.pad_to_multiple_of,
             split_sentences=settings.split_sentences,
+            keep_newlines=settings.keep_newlines,
+            lang=settings.lang if settings.split_sentences else None,
             shard=settings.shard,
         )
         for writer in writers:

@@ -80,7 +80,12 @@ class TextTokenizer(ABC):
     @cached_property
     def hash(self) -> str:
         """Identity: equal for tokenizers that give the same ids, however their files are laid out."""
-        return hashlib.sha256(json.dumps(self.content(), sort_keys=True).encode()).hexdigest()
+        return self.hash_of(self.content())
+
+    @staticmethod
+    def hash_of(content: Mapping[str, object]) -> str:
+        """The identity of a tokenizer of this :meth:`content`."""
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, str]:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -43,8 +43,10 @@ class FastTokenizer(TextTokenizer):
         transformers' ``save_pretrained`` writes an empty post-processor where there was none, and "" for null: of the
         first only what it adds counts, of the model only what is set.
         """
-        parts = json.loads(self.backend.to_str())
-        content = {name: parts[name] for name in ("added_tokens", "normalizer", "pre_tokenizer")}
+        return self._content(json.loads(self.backend.to_str()))
+
+    def _content(self, parts: Mapping[str, Any]) -> dict[str, object]:
+        content: dict[str, object] = {name: parts[name] for name in ("added_tokens", "normalizer", "pre_tokenizer")}
         content["model"] = {name: value for name, value in parts["model"].items() if value}
         content["framed"] = self._framed()
         return content
@@ -75,7 +77,10 @@ class FastTokenizer(TextTokenizer):
     @cached_property
     def _byte_bpe(self) -> ByteBpe | None:
         """Built for the first corpus: a training run encodes none."""
-        return ByteBpe.from_json(json.loads(self.backend.to_str()), self.backend)
+        parts = json.loads(self.backend.to_str())
+        # Whoever encodes also writes a manifest, and taking a pipeline apart once is enough.
+        self.hash = self.hash_of(self._content(parts))
+        return ByteBpe.from_json(parts, self.backend)
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in vars(self).items() if name != "_byte_bpe"}

@@ -180,6 +180,9 @@ def test_incomplete_or_mixed_shards_are_refused(tmp_path: Path, capsys: pytest.C
     assert run(tmp_path / "o", "--shard", "1/2", "--append-eod") == 0
     assert run(tmp_path / "o", *merge, source=None, tokenizer=False) == 1
     assert "append_eod" in capsys.readouterr().err
+    assert run(tmp_path / "o", "--shard", "1/2", "--pad-to-multiple-of", "2") == 0
+    assert run(tmp_path / "o", *merge, source=None, tokenizer=False) == 1
+    assert "pad_to_multiple_of" in capsys.readouterr().err
     assert len(list(tmp_path.glob("o.shard*.idx"))) == 2, "a refused merge loses nothing"
 
 
