@@ -174,6 +174,10 @@ def check_outputs(cfg: RunConfig) -> None:
         "--metrics-file": metrics and str(Path(metrics).absolute().parent),
         "--tensorboard-dir": cfg.logging.tensorboard_dir,
     }
+    if metrics is not None and Path(metrics).is_dir():
+        raise CheckpointError(
+            "--metrics-file is a folder", got=metrics, fix="the path of a file, such as metrics.jsonl"
+        )
     for flag, folder in folders.items():
         if folder is None:
             continue

@@ -49,6 +49,11 @@ def test_an_output_below_a_file_is_refused(tmp_path: Path, flag: str, field: str
     check_outputs(from_values({**MODEL, field: str(tmp_path / "new" / "it")}))
 
 
+def test_metrics_go_into_a_file(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="--metrics-file is a folder"):
+        check_outputs(from_values({**MODEL, "metrics_file": str(tmp_path)}))
+
+
 def test_saving_into_the_folder_that_is_loaded_is_refused() -> None:
     folder = str(hf_folder("q25"))
     with pytest.raises(CheckpointError, match="is the Hugging Face folder that --load reads"):
