@@ -107,7 +107,8 @@ class Save:
         try:
             for path, key, items in self._buckets:
                 self._results += _write_file(path, key, items, self._plan.writer.transforms)
-        except (OSError, RuntimeError) as error:
+        except Exception as error:
+            # Of whatever kind: in a thread nobody else would hear of it, and the save would lack these pieces.
             self._failure = self._failure or error
         finally:
             self._buckets = []

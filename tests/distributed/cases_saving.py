@@ -85,11 +85,14 @@ def failing(folder: str, layout: str, tokens: torch.Tensor, root: str, where: st
     saver.save()
     saver.finish()
     step()
-    names = {"shard": "_write_file", "metadata": "save_config", "publish": "_publish"}
+    names = {"shard": "_write_file", "memory": "_write_file", "metadata": "save_config", "publish": "_publish"}
     original = getattr(saving, names[where])
 
     def full(*args: Any) -> Any:
-        if where != "shard" or dist.get_rank() == dist.get_world_size() - 1:
+        last = dist.get_rank() == dist.get_world_size() - 1
+        if where == "memory" and last:
+            raise MemoryError("No space left on device")
+        if where in ("metadata", "publish") or last:
             raise OSError(errno.ENOSPC, "No space left on device")
         return original(*args)
 

@@ -47,14 +47,14 @@ def test_a_save_in_the_background_is_that_of_its_step(
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
-@pytest.mark.parametrize("where", ["shard", "metadata", "publish"])
+@pytest.mark.parametrize("where", ["shard", "memory", "metadata", "publish"])
 def test_a_full_disk_is_every_ranks_error_and_costs_no_save(
     pool: Pool, tmp_path: Path, folder: str, where: str, background: bool
 ) -> None:
     found = run(pool, "failing", "dp2", folder, 3, root=str(tmp_path), where=where, background=background)
     for rank in found:
         assert "No space left on device" in rank["message"]
-        assert f"rank {1 if where == 'shard' else 0} on" in rank["message"]
+        assert f"rank {1 if where in ('shard', 'memory') else 0} on" in rank["message"]
         assert rank["after"] == 1
         assert rank["left"] == ["iter_0000001", "latest_checkpointed_iteration.txt"]
         assert rank["then"] == 3
