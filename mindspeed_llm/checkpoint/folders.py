@@ -75,7 +75,7 @@ def latest_iteration(root: Path) -> int | None:
     tracker = root / TRACKER
     if not tracker.exists():
         return max(complete_iterations(root), default=None)
-    text = tracker.read_text().strip()
+    text = tracker.read_text(errors="replace").strip() if tracker.is_file() else "a folder"
     if not text.isdecimal():
         raise CheckpointError(
             f"the tracker {tracker} does not name an iteration",
@@ -109,11 +109,14 @@ def require_save(root: Path, iteration: int) -> Path:
             fix=f"give --ckpt-step, or write the number of a save that exists into {root / TRACKER}",
         )
     if not (folder / "metadata.json").exists():
+        ours = any(folder.glob("*.distcp"))
         raise CheckpointError(
             f"{folder} is not a complete torch_dist checkpoint",
             got=sorted(path.name for path in folder.iterdir())[:8],
             allowed="a folder with metadata.json",
-            fix="per-rank checkpoints (mp_rank_*) are read by convert_ckpt.py",
+            fix="--ckpt-step N takes up an earlier save"
+            if ours
+            else "per-rank checkpoints (mp_rank_*) are not read yet",
         )
     return folder
 
@@ -130,15 +133,14 @@ def newest_root(root: Path, non_persistent: Path) -> Path:
     return root
 
 
-def retire(root: Path, newest: int, *, limit: int | None, every: int | None, replaces: int | None) -> list[int]:
+def retire(root: Path, newest: int, *, limit: int | None, every: int | None) -> list[int]:
     """Delete the saves that need not be kept, now that ``newest`` is whole.
 
     Args:
         root: the folder of saves.
         newest: never deleted, and no save after it is: they belong to another course of the run.
         limit: saves to keep, the newest ones (``--save-total-limit``); None keeps all.
-        every: with ``--save-retain-interval``, multiples of this are kept, and of the others only the newest.
-        replaces: the save before ``newest``, which ``every`` is about.
+        every: with ``--save-retain-interval``, the save before ``newest`` goes unless it is a multiple of this.
 
     Returns:
         The iterations that went.
@@ -147,10 +149,8 @@ def retire(root: Path, newest: int, *, limit: int | None, every: int | None, rep
     going: set[int] = set()
     if limit is not None:
         going.update(older[: max(0, len(older) - (limit - 1))])
-    if every is not None and replaces is not None and replaces in older and replaces % every:
-        going.add(replaces)
-    if limit is not None and every is not None:
-        going = {iteration for iteration in going if iteration % every}
+    if every is not None:
+        going = {iteration for iteration in (*going, *older[-1:]) if iteration % every}
     for iteration in sorted(going):
         # The one that may be half deleted already goes first: alone it would look like a save.
         for folder in (retired_folder(root, iteration), iteration_folder(root, iteration)):

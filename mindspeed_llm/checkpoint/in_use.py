@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_llm.errors import CheckpointError
+from mindspeed_llm.processes import started, system
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +23,10 @@ BEAT = 10.0
 """Seconds between two touches of a mark."""
 PATIENCE = 6
 """Beats without a change after which a process elsewhere is taken for gone."""
+
+
+class InUse(CheckpointError):
+    """Another run writes to the folder, and it is that run's to write to."""
 
 
 @contextmanager
@@ -37,13 +42,15 @@ def hold(root: Path, *, beat: float = BEAT) -> Generator[None]:
         beat: seconds between two touches.
 
     Raises:
-        CheckpointError: another run writes there.
+        InUse: another run writes there.
+        OSError: the folder cannot be written to.
     """
     root.mkdir(parents=True, exist_ok=True)
     mark, draft = root / NAME, root / f"{NAME}.{socket.gethostname()}.{os.getpid()}"
-    mine = {**_here(), "pid": os.getpid(), "start": _start_of(os.getpid()), "since": time.ctime()}
-    draft.write_text(json.dumps(mine))
+    pid = os.getpid()
+    mine = {"host": socket.gethostname(), "system": system(), "pid": pid, "start": started(pid), "since": time.ctime()}
     try:
+        draft.write_text(json.dumps(mine))
         while True:
             try:
                 _claim(draft, mark)
@@ -51,7 +58,7 @@ def hold(root: Path, *, beat: float = BEAT) -> Generator[None]:
             except FileExistsError:
                 _take_away(mark, beat)
     finally:
-        draft.unlink()
+        draft.unlink(missing_ok=True)
     ended = threading.Event()
     threading.Thread(target=_keep_touching, args=(mark, mine, beat, ended), daemon=True).start()
     try:
@@ -70,15 +77,6 @@ def _keep_touching(mark: Path, mine: dict[str, Any], beat: float, ended: threadi
                 os.utime(mark)
 
 
-def _here() -> dict[str, Any]:
-    """The machine and, in containers, the space in which identifiers of processes mean something."""
-    try:
-        space = os.readlink("/proc/self/ns/pid")
-    except OSError:
-        space = ""
-    return {"host": socket.gethostname(), "space": space}
-
-
 def _claim(draft: Path, mark: Path) -> None:
     try:
         # The mark appears whole or not at all.
@@ -94,12 +92,12 @@ def _claim(draft: Path, mark: Path) -> None:
 def _take_away(mark: Path, beat: float) -> None:
     theirs = _read(mark)
     if theirs is not None:
-        if {name: theirs.get(name) for name in _here()} == _here():
-            alive = theirs["start"] == _start_of(theirs["pid"])
+        if theirs.get("system") is not None and theirs["system"] == system():
+            alive = theirs["start"] == started(theirs["pid"])
         else:
             alive = _touches(mark, beat, theirs)
         if alive:
-            raise CheckpointError(
+            raise InUse(
                 f"another run writes to --save {mark.parent}",
                 got=f"process {theirs['pid']} on {theirs['host']}, since {theirs['since']}",
                 fix="another --save, or wait for it",
@@ -139,12 +137,3 @@ def _read(mark: Path) -> dict[str, Any] | None:
         return json.loads(mark.read_text())
     except (OSError, ValueError):
         return None
-
-
-def _start_of(pid: int) -> str | None:
-    """When the process began, in ticks since boot, since identifiers come back; None when it does not run."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else fields[19]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,6 +34,7 @@ def load(folder: Path, state: dict[str, Any], *, group: Any = None) -> dict[str,
     Raises:
         CheckpointError: the save lacks something that ``state`` asks for, or its pieces do not fit.
     """
+    _require_description(folder)
     try:
         strategy = TrustedShardedStrategy()
         loaded = dist_checkpointing.load(
@@ -58,9 +60,20 @@ def load(folder: Path, state: dict[str, Any], *, group: Any = None) -> dict[str,
         raise _misfit(folder, error) from error
 
 
+def _require_description(folder: Path) -> None:
+    """What megatron-core looks at first."""
+    path = folder / "metadata.json"
+    try:
+        described = json.loads(path.read_bytes())["sharded_backend"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _damaged(path, error) from error
+    if described != "torch_dist":
+        raise CheckpointError(f"{path} is not that of a torch_dist checkpoint", got=described, allowed="torch_dist")
+
+
 def _damaged(folder: Path, error: BaseException) -> CheckpointError:
     return CheckpointError(
-        f"the checkpoint {folder} is damaged",
+        f"{folder} is damaged",
         got=f"{type(error).__name__}: {error}"[:600],
         fix="--ckpt-step N takes up an earlier save",
     )

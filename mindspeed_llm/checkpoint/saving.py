@@ -16,12 +16,14 @@ a thread (``--async-save``), and everything that ends a save is one action of ra
 
 from __future__ import annotations
 
+import io
 import shutil
 import socket
-import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -53,22 +55,17 @@ class Save:
         self.root = root
         self.iteration = iteration
         self._plan = plan
-        self._results: list[Any] = []
-        self._failure = common.failure
-        self._thread: threading.Thread | None = None
-        self._buckets = plan.staged(live)
-        if live is not None:
-            # Not a daemon: an interpreter that ends normally waits for the files.
-            self._thread = threading.Thread(target=self._write, name=f"save of iteration {iteration}")
-            self._thread.start()
-        else:
-            self._write()
+        self._common = common
+        # A future keeps whatever stops the writing. An interpreter that ends normally waits for its thread.
+        thread = ThreadPoolExecutor(1, thread_name_prefix=f"save of iteration {iteration}")
+        self._files = thread.submit(_write_files, plan.staged(live), plan.writer.transforms)
+        thread.shutdown(wait=live is None)
 
     def written(self) -> bool:
         """Whether this rank's files are on the disk, or failed to get there."""
-        return self._thread is None or not self._thread.is_alive()
+        return self._files.done()
 
-    def finish(self, after: Callable[[], None] = lambda: None) -> Path:
+    def finish(self, after: Callable[[], object] = lambda: None) -> Path:
         """Wait for the files of all ranks and make the save visible. Collective.
 
         Args:
@@ -77,17 +74,16 @@ class Save:
         Raises:
             CheckpointError: a rank could not write; on all ranks. Earlier saves are untouched.
         """
-        if self._thread is not None:
-            self._thread.join()
+        failure = self._common.failure or self._files.exception()
         final = iteration_folder(self.root, self.iteration)
-        mine = (self._results, self._failure and _describe(self._failure))
+        mine = ([], _describe(failure)) if failure else (self._files.result(), None)
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.gather_object(mine, gathered if dist.get_rank() == 0 else None)
 
         def publish() -> None:
             failures = [failure for _, failure in gathered if failure]
             if failures:
-                raise OSError("; ".join(dict.fromkeys(failures)))
+                raise _Told("; ".join(dict.fromkeys(failures)))
             self._plan.writer.finish(self._plan.metadata, [results for results, _ in gathered])
             draft = draft_folder(self.root, self.iteration)
             save_config(CheckpointingConfig(BACKEND, VERSION), str(draft))
@@ -102,16 +98,6 @@ class Save:
                 shutil.rmtree(draft_folder(self.root, self.iteration), ignore_errors=True)
             raise
         return final
-
-    def _write(self) -> None:
-        try:
-            for path, key, items in self._buckets:
-                self._results += _write_file(path, key, items, self._plan.writer.transforms)
-        except Exception as error:
-            # Of whatever kind: in a thread nobody else would hear of it, and the save would lack these pieces.
-            self._failure = self._failure or error
-        finally:
-            self._buckets = []
 
 
 def begin(
@@ -167,8 +153,8 @@ def together(action: Callable[[], None], what: str) -> None:
     if dist.get_rank() == 0:
         try:
             action()
-        except (OSError, RuntimeError) as error:
-            failure = [_describe(error)]
+        except (OSError, RuntimeError, MemoryError, _Told) as error:
+            failure = [str(error) if isinstance(error, _Told) else _describe(error)]
     dist.broadcast_object_list(failure, device=current().torch_device)
     if failure[0] is not None:
         raise CheckpointError(what, got=failure[0], fix="earlier saves are as they were; see to the disk, or --save")
@@ -234,9 +220,10 @@ class _Common(TorchCommonSaveStrategy):
             return
         try:
             with open(Path(checkpoint_dir, COMMON_STATE_FNAME), "wb") as file:
-                torch.save(common_state_dict, file)
+                with _disk_errors(file) as noted:
+                    torch.save(common_state_dict, noted)
                 sync_file(file)
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, MemoryError) as error:
             self.failure = error
 
 
@@ -252,17 +239,62 @@ def _in_host_memory(tensor: torch.Tensor, live: Collection[int]) -> torch.Tensor
     return tensor.to("cpu", copy=tensor.untyped_storage().data_ptr() in live)
 
 
+def _write_files(buckets: list[tuple[str, str, list[tuple[Any, Any]]]], transforms: Any) -> list[Any]:
+    results = []
+    while buckets:
+        # What is written needs no memory any more.
+        results += _write_file(*buckets.pop(), transforms)
+    return results
+
+
 def _write_file(path: str, key: str, items: list[tuple[Any, Any]], transforms: Any) -> list[Any]:
     results = []
     with open(path, "wb") as file:
-        for item, data in items:
-            results.append(_write_item(transforms, file, data, item, key, SerializationFormat.TORCH_SAVE))
+        with _disk_errors(file) as noted:
+            for item, data in items:
+                results.append(_write_item(transforms, noted, data, item, key, SerializationFormat.TORCH_SAVE))
         sync_file(file)
     return results
 
 
-def _describe(error: Exception) -> str:
-    return f"rank {dist.get_rank()} on {socket.gethostname()}: {error}"
+class _Noted(io.RawIOBase):
+    """A file that keeps the error of the disk."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.failure: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.failure = error
+            raise
+
+    def tell(self) -> int:
+        return self.file.tell()
+
+
+@contextmanager
+def _disk_errors(file: BinaryIO) -> Generator[Any]:
+    """``file`` for torch to write to: what the disk says is raised, and not what torch makes of it."""
+    noted = _Noted(file)
+    try:
+        yield noted
+    except RuntimeError as error:
+        raise (noted.failure or error) from error
+
+
+class _Told(Exception):
+    """What ranks have said of themselves."""
+
+
+def _describe(error: BaseException) -> str:
+    what = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+    return f"rank {dist.get_rank()} on {socket.gethostname()}: {what}"
 
 
 def _plain(metadata: dict[str, Any]) -> dict[str, Any]:

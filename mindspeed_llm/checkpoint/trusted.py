@@ -304,8 +304,10 @@ def _refused(label: object, what: str) -> CheckpointError:
 
 
 def _damaged(label: object, error: Exception) -> CheckpointError:
+    # torch adds advice, to read the file without any care for one.
+    said = str(error).partition("WeightsUnpickler error: ")[2] or str(error)
     return CheckpointError(
         f"{label} cannot be read: it is damaged, or not what its name says",
-        got=f"{type(error).__name__}: {error}"[:600],
+        got=f"{type(error).__name__}: {said.strip().partition(chr(10))[0]}"[:600],
         fix="take it from its source again; of a run's own checkpoints, --ckpt-step N takes up an earlier one",
     )

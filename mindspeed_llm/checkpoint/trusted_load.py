@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import IO, Any
 
 from torch.distributed.checkpoint._traverse import set_element
@@ -109,7 +108,8 @@ class _Reader(FileSystemReader):
         try:
             with only_names({}):
                 return super().read_data(plan, planner)
-        except (UnpicklingError, RuntimeError, EOFError):
+        except Exception:
+            # Damaged bytes fail in any way.
             with reading(self.file):
                 raise
 

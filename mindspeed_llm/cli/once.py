@@ -8,6 +8,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from mindspeed_llm.processes import started
+
 
 def tell(program: str, text: str, environ: Mapping[str, str]) -> str:
     """What this process writes about an error: all of ``text``, or one line where another process tells the rest.
@@ -29,7 +31,7 @@ def tell(program: str, text: str, environ: Mapping[str, str]) -> str:
 def _is_first(text: str, environ: Mapping[str, str]) -> bool:
     """Whether no process of the same launch on this node has claimed ``text``; claims it."""
     launch = (environ.get(name) for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_PORT"))
-    parts = [*launch, os.getppid(), _start_of(os.getppid()), text]
+    parts = [*launch, os.getppid(), started(os.getppid()), text]
     name = hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:24]
     try:
         Path(tempfile.gettempdir(), f"mindspeed_llm.told.{name}").touch(exist_ok=False)
@@ -39,11 +41,3 @@ def _is_first(text: str, environ: Mapping[str, str]) -> bool:
         # Told too often is better than not at all.
         return True
     return True
-
-
-def _start_of(pid: int) -> str:
-    """When the process started, in ticks since boot: identifiers of processes come back."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""

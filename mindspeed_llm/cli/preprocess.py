@@ -20,7 +20,7 @@ from mindspeed_llm.cli.flags import add_section, read_section
 from mindspeed_llm.config.tokenizer import TokenizerConfig
 from mindspeed_llm.data.bad_rows import SKIP, STOP
 from mindspeed_llm.data.merge import merge_groups, merge_shards
-from mindspeed_llm.data.prepare import PrepareResult, PrepareSettings, prepare
+from mindspeed_llm.data.prepare import PrepareResult, PrepareSettings, make_parent, prepare
 from mindspeed_llm.data.ray_job import prepare_on_ray
 from mindspeed_llm.data.report import require_matplotlib, write_report
 from mindspeed_llm.data.tokenizer import Tokenizer, build_tokenizer
@@ -266,8 +266,8 @@ def _report(result: PrepareResult, output: str, tokenizer: Tokenizer) -> None:
 
 def _compare_workers(settings: PrepareSettings, tokenizer: Tokenizer, numbers: Sequence[int], documents: int) -> None:
     """Prepare the first documents with each number of workers, beside the output, and say which was fastest."""
+    make_parent(settings.output_prefix)
     folder = Path(f"{settings.output_prefix}_").parent
-    folder.mkdir(parents=True, exist_ok=True)
     rates: dict[int, float] = {}
     for number in numbers:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_llm.errors import DataError
+from mindspeed_llm.processes import started, system
 
 logger = logging.getLogger(__name__)
 
@@ -257,32 +258,13 @@ def _error_fields(error: Exception) -> dict[str, str | None]:
 def _this_process() -> dict[str, str | int | None]:
     """Who holds the lock, and in which system its number means something (None where there is no /proc)."""
     pid = os.getpid()
-    return {"host": socket.gethostname(), "system": _system(), "pid": pid, "started": _started(pid)}
-
-
-def _system() -> str | None:
-    """Identity of the running kernel and of the process numbers of this container."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return None
-
-
-def _started(pid: int) -> str | None:
-    """When a process began, in clock ticks; None for one that is not running."""
-    try:
-        # After the name in brackets: state, parent, ...; the start is field 22 of the line.
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else fields[19]
+    return {"host": socket.gethostname(), "system": system(), "pid": pid, "started": started(pid)}
 
 
 def _is_gone(holder: dict[str, Any]) -> bool:
     """Whether the holder was a process of this system and is no longer: then there is nothing to wait for."""
-    system = holder.get("system")
-    return system is not None and system == _system() and _started(holder["pid"]) != holder["started"]
+    place = holder.get("system")
+    return place is not None and place == system() and started(holder["pid"]) != holder["started"]
 
 
 @contextmanager

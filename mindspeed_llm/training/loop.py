@@ -97,6 +97,7 @@ class _StopSignal:
         return bool(flag.item())
 
 
+@phase("train")
 def train(run: Run, objective: Objective, hooks: Hooks, reporter: Reporter, *, saved_at: int = -1) -> None:
     """Train until ``--train-iters`` (or samples), or until a reason to stop; then save and export. Collective.
 

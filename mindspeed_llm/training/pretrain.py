@@ -74,6 +74,9 @@ def _only_writer(cfg: RunConfig) -> Generator[None]:
                 stack.enter_context(hold(Path(cfg.checkpoint.save)))
             except CheckpointError as error:
                 refusal = [error]
+            except OSError as error:
+                got = f"{cfg.checkpoint.save}: {error.strerror}"
+                refusal = [CheckpointError("--save cannot be written to", got=got, fix="another --save, or more room")]
         dist.broadcast_object_list(refusal, device=current().torch_device)
         if refusal[0] is not None:
             raise refusal[0]

@@ -6,6 +6,7 @@ import datetime
 import json
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from mindspeed_llm.config.run import RunConfig
 from mindspeed_llm.device import current
+from mindspeed_llm.errors import SuiteError
 from mindspeed_llm.training.flops import flops_per_token
 from mindspeed_llm.training.state import Progress
 from mindspeed_llm.training.step import StepResult
@@ -40,17 +42,38 @@ class MetricsFile:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = path.open("a", encoding="utf-8")
+        # Whole lines without a buffer: a row that does not fit on the disk is not tried again when the file is closed.
+        self.file = path.open("ab", buffering=0)
+        if self.file.tell() and not _ends_with_a_line(path):
+            # A row that was cut off must not take the next one along.
+            self._append(b"\n")
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append ``row`` and hand it to the system at once."""
+        """Append ``row`` and hand it to the system at once.
+
+        Raises:
+            SuiteError: the disk does not take it.
+        """
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        self.file.write(json.dumps(finite) + "\n")
-        self.file.flush()
+        self._append((json.dumps(finite) + "\n").encode())
+
+    def _append(self, line: bytes) -> None:
+        try:
+            written = self.file.write(line)
+        except OSError as error:
+            raise SuiteError("the metrics cannot be written", got=f"{self.file.name}: {error.strerror}") from error
+        if written != len(line):
+            raise SuiteError("the metrics cannot be written", got=f"{self.file.name}: the disk is full")
 
     def close(self) -> None:
         """Close the file."""
         self.file.close()
+
+
+def _ends_with_a_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
 
 
 _DASHBOARD_NAMES = {

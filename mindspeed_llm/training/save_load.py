@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_llm.checkpoint import mcore_io
-from mindspeed_llm.checkpoint.folders import NON_PERSISTENT, complete_iterations, require_save, retire
+from mindspeed_llm.checkpoint.folders import NON_PERSISTENT, require_save, retire
 from mindspeed_llm.checkpoint.saving import Save, begin
 from mindspeed_llm.config.resolve import ARCHITECTURE_FIELDS
 from mindspeed_llm.config.run import RunConfig
@@ -148,6 +148,7 @@ class Saver:
         if not checkpoint.async_save or last:
             self.finish()
 
+    @phase("save")
     def poll(self) -> None:
         """Complete a save in the background if all ranks have written their part.
 
@@ -174,13 +175,11 @@ class Saver:
         checkpoint = self.run.cfg.checkpoint
 
         def retire_others() -> None:
-            earlier = [iteration for iteration in complete_iterations(save.root) if iteration < save.iteration]
             retire(
                 save.root,
                 save.iteration,
                 limit=checkpoint.save_total_limit if persistent else 1,
                 every=checkpoint.save_retain_interval if persistent else None,
-                replaces=max(earlier, default=None),
             )
 
         folder = save.finish(after=retire_others)
@@ -245,6 +244,13 @@ def load_checkpoint(run: Run, root: Path, iteration: int, *, weights_only: bool 
 
 def _require_architecture(run: Run, folder: Path, common: dict[str, Any]) -> None:
     """A model that computes something else would load every tensor that happens to fit, and drop the others."""
+    if "config" not in common:
+        raise CheckpointError(
+            f"{folder} is a checkpoint of other software",
+            got=sorted(map(str, common))[:8],
+            allowed="one that says which model it is of",
+            fix="export it to a Hugging Face folder there, and --load that",
+        )
     stored = {name: value for section in common["config"].values() for name, value in section.items()}
     differs = {
         name: (run.cfg.value(name), stored[name])
@@ -296,6 +302,11 @@ def _require_optimizer(run: Run, folder: Path, stored: dict[str, Any], common: d
             f"{folder} was saved without the distributed optimizer",
             got="--use-distributed-optimizer",
             fix="drop the flag for this resume, or --no-load-optim",
+        )
+    if not distributed and SHARDING in stored:
+        raise CheckpointError(
+            f"{folder} was saved with the distributed optimizer",
+            fix="--use-distributed-optimizer for this resume, or --no-load-optim",
         )
     if stored.get(SHARDING) == "dp_reshardable" and _layout(run) != common["layout"]:
         raise CheckpointError(

@@ -18,6 +18,7 @@ from contextlib import suppress
 from types import CodeType, FrameType, TracebackType
 from typing import Any, NoReturn
 
+from mindspeed_llm.checkpoint.in_use import InUse
 from mindspeed_llm.training.failure import HERE, cause_of, failure_here, tell, write_error
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
@@ -102,7 +103,8 @@ class Watchdog:
         else:
             write_error(text)
             cause, code = cause_of(error), 1
-        tell(failure_here(cause, self._environ), self._save)
+        # A folder that another run writes to holds the record of that run.
+        tell(failure_here(cause, self._environ), None if isinstance(error, InUse) else self._save)
         return code
 
     def _take_signals(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,17 +193,30 @@ def check_outputs(cfg: RunConfig) -> None:
 
 
 def export_hf(run: Run, folder: Path) -> None:
-    """Write the run's weights as a Hugging Face folder. Collective."""
+    """Write the run's weights as a Hugging Face folder. Collective.
+
+    Raises:
+        CheckpointError: it cannot be written; on the rank that met it.
+    """
     cfg = run.cfg
     run.gather_parameters()
     named = cfg.tokenizer.tokenizer_name_or_path
-    save_hf(
-        run.chunks,
-        family_of(cfg),
-        cfg,
-        folder,
-        dtype=export_dtype(cfg),
-        groups=parallel_groups(),
-        source=hf_source(cfg),
-        tokenizer=named if named is not None and Path(named).is_dir() else None,
-    )
+    try:
+        save_hf(
+            run.chunks,
+            family_of(cfg),
+            cfg,
+            folder,
+            dtype=export_dtype(cfg),
+            groups=parallel_groups(),
+            source=hf_source(cfg),
+            tokenizer=named if named is not None and Path(named).is_dir() else None,
+        )
+    except OSError as error:
+        # It is of no use, and the disk may be full.
+        shutil.rmtree(hf_io.staging_folder(folder), ignore_errors=True)
+        raise CheckpointError(
+            f"the Hugging Face folder {folder} cannot be written",
+            got=f"{error.filename or folder}: {error.strerror or error}",
+            fix="the last checkpoint of --save exports with --train-iters 0 --save-hf",
+        ) from error

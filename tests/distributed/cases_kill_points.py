@@ -116,12 +116,7 @@ def state(attempt: int, *, blank: bool = False) -> dict[str, Any]:
 def save(root: Path, iteration: int, attempt: int, limit: int | None = None, background: bool = False) -> None:
     """As ``training.save_load.Saver`` does."""
     under_way = begin(root, iteration, state(attempt), {}, background=background)
-    under_way.finish(lambda: _retire_others(root, iteration, limit))
-
-
-def _retire_others(root: Path, newest: int, limit: int | None) -> None:
-    earlier = max((iteration for iteration in complete_iterations(root) if iteration < newest), default=None)
-    retire(root, newest, limit=limit, every=None, replaces=earlier)
+    under_way.finish(lambda: retire(root, iteration, limit=limit, every=None))
 
 
 def load(root: Path, iteration: int) -> int:

@@ -264,6 +264,8 @@ def test_loads_that_do_not_fit_are_refused(pool: Pool, folder: str, tmp_path: Pa
             assert "--no-load-optim" in error
     for error in run(pool, "refused_load", "one+dist", load=plain, step=1, **arguments):
         assert "without the distributed optimizer" in error
+    for error in run(pool, "refused_load", "tp2", load=periodic, step=1, **arguments):
+        assert "saved with the distributed optimizer" in error
     for error in run(pool, "refused_load", "one", load=plain, step=7, **arguments):
         assert "no checkpoint of iteration 7" in error
         assert "iter_0000001" in error
@@ -273,7 +275,7 @@ def test_loads_that_do_not_fit_are_refused(pool: Pool, folder: str, tmp_path: Pa
         assert [rank["progress"]["iteration"] for rank in ranks] == [1] * len(ranks)
 
 
-@pytest.mark.parametrize("how", ["truncated", "missing"])
+@pytest.mark.parametrize("how", ["truncated", "missing", "overwritten", "described"])
 def test_a_damaged_save_is_one_error_with_a_remedy(pool: Pool, folder: str, tmp_path: Path, how: str) -> None:
     root = tmp_path / "save"
     arguments = {"folder": folder, "tokens": token_batches(vocab=MODEL_VOCAB, seed=7, steps=2)}
@@ -281,10 +283,16 @@ def test_a_damaged_save_is_one_error_with_a_remedy(pool: Pool, folder: str, tmp_
     shard = root / "iter_0000001" / "__0_0.distcp"
     if how == "truncated":
         shard.write_bytes(shard.read_bytes()[:1000])
-    else:
+    elif how == "missing":
         shard.unlink()
+    elif how == "overwritten":
+        content = shard.read_bytes()
+        shard.write_bytes(content[:1000] + bytes(len(content) - 1000))
+    else:
+        (root / "iter_0000001" / "metadata.json").write_text("[]")
     for error in run(pool, "refused_load", "dp2+dist", load=str(root), step=1, **arguments):
-        assert "is damaged" in error
+        assert "damaged" in error
+        assert ("metadata.json" if how == "described" else "__0_0.distcp") in error
         assert "--ckpt-step" in error
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import cast
 
+from mindspeed_llm.data.byte_bpe import QWEN2
 from mindspeed_llm.data.tokenizer.fast import FastTokenizer
 from mindspeed_llm.data.tokenizer.special import read_settings, special_ids
 from mindspeed_llm.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
-_QWEN2_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 _GPT2_CLASSES = ("", "GPT2Tokenizer", "GPT2TokenizerFast")
 _QWEN2_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
 
@@ -79,7 +77,7 @@ def _build(vocab_file: Path, merge_file: Path, shown: str, *, qwen2: bool) -> Fa
         ) from error
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not qwen2)
     if qwen2:
-        split = pre_tokenizers.Split(Regex(_QWEN2_PATTERN), behavior="isolated")
+        split = pre_tokenizers.Split(Regex(QWEN2), behavior="isolated")
         backend.normalizer = normalizers.NFC()
         backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     else:

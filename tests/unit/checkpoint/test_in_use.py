@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_llm.checkpoint.in_use import NAME, _here, hold
-from mindspeed_llm.errors import CheckpointError
+from mindspeed_llm.checkpoint.in_use import NAME, InUse, hold
+from mindspeed_llm.processes import system
 
 HOLD = "import sys, time, pathlib; from mindspeed_llm.checkpoint.in_use import hold\n"
 HOLD += "with hold(pathlib.Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
@@ -23,7 +24,7 @@ HOLD += "with hold(pathlib.Path(sys.argv[1])): print('held', flush=True); time.s
 def test_a_second_writer_is_refused_until_the_first_is_done(tmp_path: Path) -> None:
     with (
         hold(tmp_path),
-        pytest.raises(CheckpointError, match=rf"(?s)another run writes to --save.*process {os.getpid()} on"),
+        pytest.raises(InUse, match=rf"(?s)another run writes to --save.*process {os.getpid()} on"),
         hold(tmp_path),
     ):
         pass
@@ -37,7 +38,7 @@ def test_a_killed_writer_is_no_writer(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"held\n"
-        with pytest.raises(CheckpointError, match=f"process {other.pid} on"), hold(tmp_path):
+        with pytest.raises(InUse, match=f"process {other.pid} on"), hold(tmp_path):
             pass
         other.send_signal(signal.SIGKILL)
         other.wait()
@@ -47,7 +48,7 @@ def test_a_killed_writer_is_no_writer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", [{"pid": 2**22 + 1}, {"start": "1"}], ids=str)
 def test_an_identifier_that_came_back_is_no_writer(tmp_path: Path, change: dict[str, object]) -> None:
-    mark = {**_here(), "pid": os.getpid(), "start": "0", "since": "then"}
+    mark = {"host": socket.gethostname(), "system": system(), "pid": os.getpid(), "start": "0", "since": "then"}
     (tmp_path / NAME).write_text(json.dumps(mark | change))
     with hold(tmp_path):
         pass
@@ -56,10 +57,11 @@ def test_an_identifier_that_came_back_is_no_writer(tmp_path: Path, change: dict[
         pass
 
 
-@pytest.mark.parametrize("place", [{"host": "elsewhere"}, {"space": "another container"}], ids=str)
-def test_a_writer_elsewhere_is_one_while_it_touches_its_mark(tmp_path: Path, place: dict[str, str]) -> None:
+@pytest.mark.parametrize("place", [{"system": "another container"}, {"system": None}], ids=str)
+def test_a_writer_elsewhere_is_one_while_it_touches_its_mark(tmp_path: Path, place: dict[str, str | None]) -> None:
     mark = tmp_path / NAME
-    mark.write_text(json.dumps({**_here(), **place, "pid": os.getpid(), "start": "1", "since": "then"}))
+    theirs = {"host": "h", "system": system(), **place, "pid": os.getpid(), "start": "1", "since": "then"}
+    mark.write_text(json.dumps(theirs))
     ended = threading.Event()
 
     def touch() -> None:
@@ -69,7 +71,7 @@ def test_a_writer_elsewhere_is_one_while_it_touches_its_mark(tmp_path: Path, pla
     thread = threading.Thread(target=touch)
     thread.start()
     try:
-        with pytest.raises(CheckpointError, match=f"process {os.getpid()} on"), hold(tmp_path, beat=0.1):
+        with pytest.raises(InUse, match=f"process {os.getpid()} on"), hold(tmp_path, beat=0.1):
             pass
     finally:
         ended.set()

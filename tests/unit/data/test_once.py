@@ -20,6 +20,7 @@ import pytest
 from mindspeed_llm.data import once as module
 from mindspeed_llm.data.once import Pace, once
 from mindspeed_llm.errors import DataError
+from mindspeed_llm.processes import system
 
 FORK = multiprocessing.get_context("fork")
 #: Nobody who lives is taken for dead, however busy the machine.
@@ -210,7 +211,7 @@ def test_of_many_that_see_a_dead_one_one_takes_over(tmp_path: Path) -> None:
     folder, log = tmp_path / "x", tmp_path / "log"
     dead = in_process(int)
     dead.join()
-    write_lock(folder, system=module._system(), pid=dead.pid)
+    write_lock(folder, system=system(), pid=dead.pid)
     results = race(folder, log)
     (winner,) = log.read_text().split()
     assert results == [(n, str(n) == winner, winner) for n in range(6)]

@@ -118,6 +118,23 @@ def test_a_file_in_place_of_a_folder_is_called_one(tmp_path: Path) -> None:
         find_origin(from_values({**MODEL, "load": str(tmp_path / "file")}))
 
 
+@pytest.mark.parametrize("content", [b"\xff\xfe4\0", None], ids=["bytes", "a folder"])
+def test_a_tracker_that_is_no_number_is_named(tmp_path: Path, content: bytes | None) -> None:
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    if content is None:
+        tracker.mkdir()
+    else:
+        tracker.write_bytes(content)
+    with pytest.raises(CheckpointError, match="does not name an iteration"):
+        find_origin(from_values({**MODEL, "load": str(tmp_path)}))
+
+
+def test_a_save_of_other_software_is_called_so() -> None:
+    run: Any = SimpleNamespace(cfg=from_values(MODEL))
+    with pytest.raises(CheckpointError, match="other software"):
+        _require_architecture(run, Path("save"), {"args": {}, "iteration": 3})
+
+
 def test_a_tracker_whose_save_is_gone_is_named_with_it(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     with pytest.raises(CheckpointError, match=r"latest_checkpointed_iteration.txt names iteration 7.*iter_0000007"):
