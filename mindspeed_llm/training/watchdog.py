@@ -109,7 +109,9 @@ class Watchdog:
 
     def _take_signals(self) -> None:
         def leave(number: int, _: FrameType | None) -> None:
-            raise Ended(number)
+            # A launcher ends the others as soon as one is dead: what this process is already saying must be finished.
+            if not self._telling.locked():
+                raise Ended(number)
 
         self._handlers = {number: signal.signal(number, leave) for number in ENDING}
         self._leave = leave
