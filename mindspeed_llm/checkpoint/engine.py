@@ -13,7 +13,9 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -437,30 +439,92 @@ def save_hf(
             with the chat template unless ``tokenizer`` names the folder of another.
 
     Raises:
-        CheckpointError: see :func:`check_export`; or the stages do not see one file system.
+        CheckpointError: see :func:`check_export`; the stages do not see one file system, or a disk takes no more. On
+            all ranks.
         ConversionError: the model is not what the family's table and config rules can express.
     """
     out = Path(out_dir)
-    config = check_export(family, cfg, out, dtype=dtype, source=source)
-    # The first rank may be renaming what a late one still looks at.
-    _barrier(groups)
-    if group_rank(groups.dp) == 0:
-        first = group_rank(groups.tp) == 0 and group_rank(groups.pp) == 0
-        if first:
-            hf_io.open_staging(out)
-        grid = ParallelGroups(tp=groups.tp, pp=groups.pp)
-        _barrier(grid)
-        _write_weights(chunks, family, cfg, hf_io.staging_folder(out), dtype, groups, max_shard_bytes)
-        _barrier(grid)
-        if first:
-            hf_io.write_json(hf_io.staging_folder(out) / hf_io.CONFIG, config)
-            if source is not None:
-                hf_io.copy_companions(Path(source), hf_io.staging_folder(out), [hf_io.GENERATION])
-            if (words := tokenizer or source) is not None:
-                hf_io.copy_companions(Path(words), hf_io.staging_folder(out), hf_io.TOKENIZER_FILES)
-            hf_io.publish(out)
-            logger.info("wrote %s weights of %s to %s", config["dtype"], family.name, out)
-    _barrier(groups)
+    staging = hf_io.staging_folder(out)
+    writes = group_rank(groups.dp) == 0
+    first = writes and group_rank(groups.tp) == 0 and group_rank(groups.pp) == 0
+    config: dict[str, Any] = {}
+    _together(groups, out, lambda: config.update(check_export(family, cfg, out, dtype=dtype, source=source)))
+    try:
+        # One after the other: the first rank renames what a late one may still look at.
+        _together(groups, out, lambda: hf_io.open_staging(out), here=first)
+        _together(groups, out, lambda: _require_folder(staging), here=writes)
+        _together(
+            groups,
+            out,
+            lambda: _write_weights(chunks, family, cfg, staging, dtype, groups, max_shard_bytes),
+            here=writes,
+        )
+        _together(groups, out, lambda: _complete(out, config, source, tokenizer or source), here=first)
+    except CheckpointError:
+        # It is of no use, and the disk may be full; but earlier exports may have moved there.
+        if first and not hf_io.intermediate_exports(staging):
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
+    if first:
+        logger.info("wrote %s weights of %s to %s", config["dtype"], family.name, out)
+
+
+def _require_folder(staging: Path) -> None:
+    if not staging.is_dir():
+        raise CheckpointError(
+            "a pipeline stage does not see the folder to export to", got=staging, fix="use a shared file system"
+        )
+
+
+def _complete(
+    out: Path,
+    config: Mapping[str, Any],
+    source: str | os.PathLike[str] | None,
+    words: str | os.PathLike[str] | None,
+) -> None:
+    """What stands beside the weights; then the export becomes visible."""
+    staging = hf_io.staging_folder(out)
+    hf_io.write_json(staging / hf_io.CONFIG, config)
+    if source is not None:
+        hf_io.copy_companions(Path(source), staging, [hf_io.GENERATION])
+    if words is not None:
+        hf_io.copy_companions(Path(words), staging, hf_io.TOKENIZER_FILES)
+    hf_io.publish(out)
+
+
+def _together(groups: ParallelGroups, out: Path, action: Callable[[], None], *, here: bool = True) -> None:
+    """What goes wrong on one rank is an error on all, rather than a wait for the one that left. Collective.
+
+    Args:
+        groups: whose ranks come here.
+        out: the folder that is being made.
+        action: what this rank does.
+        here: whether it does.
+
+    Raises:
+        CheckpointError: that of a rank that failed.
+    """
+    failure: CheckpointError | None = None
+    try:
+        if here:
+            action()
+    except CheckpointError as error:
+        failure = error
+    except OSError as error:
+        where = "" if groups.dp is None else f"rank {dist.get_rank()} on {socket.gethostname()}: "
+        failure = CheckpointError(
+            f"the Hugging Face folder {out} cannot be written",
+            got=f"{where}{error}",
+            fix="the last checkpoint of --save exports with --train-iters 0 --save-hf",
+        )
+    # Passing each axis in turn reaches everyone.
+    for group in (groups.tp, groups.pp, groups.dp):
+        if group is not None:
+            told: list[CheckpointError | None] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(told, failure, group=group)
+            failure = next((error for error in told if error is not None), None)
+    if failure is not None:
+        raise failure
 
 
 def _write_weights(
@@ -472,11 +536,11 @@ def _write_weights(
     groups: ParallelGroups,
     max_shard_bytes: int,
 ) -> None:
-    """This stage's files, and on the first rank the index of all."""
-    if not staging.is_dir():
-        raise CheckpointError(
-            "a pipeline stage does not see the folder to export to", got=staging, fix="use a shared file system"
-        )
+    """This stage's files, and on the first rank the index of all.
+
+    Raises:
+        OSError: the disk does not take them. By then the other ranks have all that this one had to send.
+    """
     values = values_of(cfg)
     table = compile_names(family, values)
     held = placement(table, live_tensors(chunks), groups.pp)
@@ -491,15 +555,16 @@ def _write_weights(
     mine = [shard for writer, shard in plan if writer == group_rank(groups.pp)]
     writer = hf_io.ShardWriter(staging, mine, tensors)
     for name, tensor in iter_hf_weights(chunks, family, cfg, groups=groups, whole=False):
-        writer.write(name, tensor)
+        try:
+            if failure is None:
+                writer.write(name, tensor)
+        except (OSError, CheckpointError) as error:
+            failure = error
+    if failure is not None:
+        writer.abandon()
+        raise failure
     if group_rank(groups.tp) == 0:
         writer.finish()
+    failure: OSError | CheckpointError | None = None
         if group_rank(groups.pp) == 0:
             hf_io.write_index(staging, [shard for _, shard in plan], tensors)
-
-
-def _barrier(groups: ParallelGroups) -> None:
-    """All ranks of the grid have come here: passing each axis in turn reaches everyone."""
-    for group in (groups.tp, groups.pp, groups.dp):
-        if group is not None:
-            dist.barrier(group=group)

@@ -11,7 +11,7 @@ import os
 import shutil
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
@@ -318,6 +318,12 @@ class ShardWriter:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         return struct.pack("<Q", len(text)) + text
+    def abandon(self) -> None:
+        """Closes the current file, whatever the disk says to what it still has to take."""
+        if self._open is not None:
+            with suppress(OSError):
+                self._open[1].close()
+
 
 
 def write_index(folder: Path, plans: Sequence[ShardPlan], tensors: Mapping[str, TensorInfo]) -> None:

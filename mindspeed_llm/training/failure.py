@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mindspeed_llm.errors import SuiteError
+
 RECORD = "failure.json"
 _LONGEST = 400
 _SECONDS_FOR_THE_RECORD = 5.0
@@ -86,8 +88,10 @@ def failure_here(cause: str, environ: Mapping[str, str]) -> Failure:
 
 
 def cause_of(error: BaseException) -> str:
-    """The type of ``error`` and the first line of what it says."""
+    """The type of ``error`` and the first line of what it says; of our own errors also what it was that we got."""
     first = str(error).strip().partition("\n")[0]
+    if isinstance(error, SuiteError) and error.got is not None:
+        first += f" ({error.got})"
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import threading
 import time
 from dataclasses import replace
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_llm import api
-from mindspeed_llm.checkpoint import saving
+from mindspeed_llm.checkpoint import hf_io, saving
 from mindspeed_llm.checkpoint.folders import complete_iterations, latest_iteration
 from mindspeed_llm.errors import CheckpointError
 from mindspeed_llm.training.objective import pretraining
@@ -22,6 +23,7 @@ from mindspeed_llm.training.save_load import Saver
 from mindspeed_llm.training.state import Run
 from mindspeed_llm.training.step import train_step
 from tests.distributed.cases_core import recipe
+from tests.distributed.cases_pretrain import command
 from tests.parity.case import micro_batches
 
 
@@ -113,6 +115,24 @@ def failing(folder: str, layout: str, tokens: torch.Tensor, root: str, where: st
     saver.save()
     saver.finish()
     return {"message": message, "after": after, "left": left, "then": latest_iteration(Path(root))}
+
+
+def failing_export(argv: list[str], rank: int, where: str) -> dict[str, Any]:
+    """A run on whose last stage, or first rank, the disk is full when the Hugging Face folder is written."""
+    owner, name = {"shard": (hf_io.ShardWriter, "write"), "config": (hf_io, "write_json")}[where]
+    original, writes = getattr(owner, name), itertools.count()
+
+    def full(*args: Any) -> Any:
+        if dist.get_rank() == rank and next(writes) == (2 if where == "shard" else 0):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(*args)
+
+    setattr(owner, name, full)
+    try:
+        found = command(argv)
+    finally:
+        setattr(owner, name, original)
+    return {"code": found["code"], "err": found["err"]}
 
 
 def unwritable(folder: str, layout: str, tokens: torch.Tensor, root: str) -> str:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 import mindspeed_llm.core  # noqa: F401  the seam comes first
+from mindspeed_llm.checkpoint.folders import latest_iteration
+from tests.distributed.launch import TINY, placed, write_corpus
 from tests.distributed.pool import Pool
 from tests.fixtures import hf_folder
 from tests.parity.layouts import parse_layout
@@ -20,6 +22,11 @@ VOCAB = 328
 @pytest.fixture(scope="module")
 def folder() -> str:
     return str(hf_folder("q25", vocab=VOCAB))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def run(pool: Pool, case: str, layout: str, folder: str, steps: int, **arguments: Any) -> list[Any]:
@@ -58,6 +65,25 @@ def test_a_full_disk_is_every_ranks_error_and_costs_no_save(
         assert rank["after"] == 1
         assert rank["left"] == ["iter_0000001", "latest_checkpointed_iteration.txt"]
         assert rank["then"] == 3
+
+
+@pytest.mark.parametrize(("where", "rank"), [("shard", 2), ("config", 0)])
+def test_a_full_disk_while_exporting_is_every_ranks_error(
+    pool: Pool, tmp_path: Path, folder: str, corpus: str, where: str, rank: int
+) -> None:
+    """Of a stage that others wait for, and of the first rank when the weights are there."""
+    export = tmp_path / "hf"
+    flags = {**TINY, "--load": folder, "--data-path": corpus, "--train-iters": 1, "--save": tmp_path / "saves"}
+    _, argv = placed({**flags, "--save-hf": export}, "pp2+dp2")
+    arguments: Any = {"argv": argv, "rank": rank, "where": where}
+    for result in pool.run(f"{HERE}:failing_export", 4, process_group=False, **arguments):
+        assert result["code"] == 1
+        assert f"the Hugging Face folder {export} cannot be written" in result["err"]
+        assert f"rank {rank} on" in result["err"]
+        assert "No space left on device" in result["err"].splitlines()[-1]
+        assert "Traceback" not in result["err"]
+    assert [path.name for path in tmp_path.iterdir()] == ["saves"]
+    assert latest_iteration(tmp_path / "saves") == 1
 
 
 def test_a_folder_that_cannot_be_made_is_every_ranks_error(pool: Pool, tmp_path: Path, folder: str) -> None:

@@ -48,11 +48,11 @@ def test_the_line_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ("error", "cause"),
     [
         (RuntimeError("Connection closed\nby peer"), "RuntimeError: Connection closed"),
-        (DataError("The file is damaged.", got="x.bin", fix="another"), "DataError: The file is damaged."),
+        (DataError("The file is damaged.", got="x.bin", fix="another"), "DataError: The file is damaged. (x.bin)"),
         (KeyboardInterrupt(), "KeyboardInterrupt"),
     ],
 )
-def test_the_cause_is_the_type_and_the_first_line(error: BaseException, cause: str) -> None:
+def test_the_cause_is_the_type_and_the_reason(error: BaseException, cause: str) -> None:
     assert cause_of(error) == cause
 
 
