@@ -295,6 +295,12 @@ class ShardWriter:
             self._open[1].close()
             self._open = None
 
+    def abandon(self) -> None:
+        """Closes the current file, whatever the disk says to what it still has to take."""
+        if self._open is not None:
+            with suppress(OSError):
+                self._open[1].close()
+
     def finish(self) -> None:
         """Closes, and proves that everything planned was written.
 
@@ -318,12 +324,6 @@ class ShardWriter:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         return struct.pack("<Q", len(text)) + text
-    def abandon(self) -> None:
-        """Closes the current file, whatever the disk says to what it still has to take."""
-        if self._open is not None:
-            with suppress(OSError):
-                self._open[1].close()
-
 
 
 def write_index(folder: Path, plans: Sequence[ShardPlan], tensors: Mapping[str, TensorInfo]) -> None:
