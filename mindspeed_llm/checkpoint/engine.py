@@ -242,7 +242,7 @@ def load_hf_weights(
     table = compile_names(family, values)
     live = live_tensors(chunks)
     with ExitStack() as stack:
-        source = hf_io.open_tensors(folder, stack)
+        source = hf_io.Turned(hf_io.open_tensors(folder, stack), table.turned())
         shapes = {name: tuple(tensor.shape) for name, tensor in live.items()}
         entries = plan_load(table, shapes, source.tensors, values, tp_size)
         check_ties(table, source)
@@ -382,7 +382,8 @@ def _export_entry(
         whole = unshard(entry.shard, parts)
     if isinstance(entry.shard, Vocab):
         whole = whole[: values["vocab_size"]]
-    yield from zip(entry.hf, split(entry.transform, whole, values), strict=True)
+    for name, tensor in zip(entry.hf, split(entry.transform, whole, values), strict=True):
+        yield name, tensor.t() if entry.transposed and tensor.dim() == 2 else tensor
 
 
 def _hf_shapes(
@@ -393,7 +394,10 @@ def _hf_shapes(
     if isinstance(entry.shard, Vocab):
         shape[0] = values["vocab_size"]
     rows = part_rows(entry.transform, shape[0], values)
-    return [(name, (count, *shape[1:])) for name, count in zip(entry.hf, rows, strict=True)]
+    shapes = [(count, *shape[1:]) for count in rows]
+    if entry.transposed:
+        shapes = [shape[::-1] for shape in shapes]
+    return list(zip(entry.hf, shapes, strict=True))
 
 
 def check_export(
@@ -554,6 +558,7 @@ def _write_weights(
     plan = hf_io.plan_shards(tensors, writers, max_shard_bytes)
     mine = [shard for writer, shard in plan if writer == group_rank(groups.pp)]
     writer = hf_io.ShardWriter(staging, mine, tensors)
+    failure: OSError | CheckpointError | None = None
     for name, tensor in iter_hf_weights(chunks, family, cfg, groups=groups, whole=False):
         try:
             if failure is None:
@@ -565,6 +570,5 @@ def _write_weights(
         raise failure
     if group_rank(groups.tp) == 0:
         writer.finish()
-    failure: OSError | CheckpointError | None = None
         if group_rank(groups.pp) == 0:
             hf_io.write_index(staging, [shard for _, shard in plan], tensors)

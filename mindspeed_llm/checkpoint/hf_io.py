@@ -125,6 +125,29 @@ class _PickledSource:
         return _cut(self._loaded[name], self._loaded[name].dim(), rows, columns)
 
 
+class Turned:
+    """A source in which some matrices are seen transposed.
+
+    Args:
+        source: the tensors as they stand.
+        names: those that are turned; one-dimensional ones stay as they are.
+    """
+
+    def __init__(self, source: TensorSource, names: Iterable[str]) -> None:
+        self._source = source
+        self._names = {name for name in names if name in source.tensors and len(source.tensors[name].shape) == 2}
+        self.tensors = dict(source.tensors)
+        for name in self._names:
+            info = source.tensors[name]
+            self.tensors[name] = TensorInfo((info.shape[1], info.shape[0]), info.dtype)
+
+    def read(self, name: str, rows: tuple[int, int] | None = None, columns: tuple[int, int] | None = None) -> Tensor:
+        """See :class:`TensorSource`."""
+        if name not in self._names:
+            return self._source.read(name, rows, columns)
+        return self._source.read(name, columns, rows).t()
+
+
 def is_hf_folder(folder: str | os.PathLike[str]) -> bool:
     """Whether ``folder`` is meant as a Hugging Face model (it has a config.json)."""
     return (Path(folder) / CONFIG).is_file()

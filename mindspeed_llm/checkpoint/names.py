@@ -16,13 +16,15 @@ _LAYER = "{l}"
 class WeightEntry:
     """One megatron-core tensor (its global name, layers counted over the whole model) and what it is made of.
 
-    ``exported`` is false for the second copy of a tied embedding: it is filled, but not written.
+    ``transposed``: see :class:`~mindspeed_llm.models.family.ParamMap`. ``exported`` is false for the second copy of a
+    tied embedding: it is filled, but not written.
     """
 
     mcore: str
     hf: tuple[str, ...]
     transform: Transform
     shard: Shard
+    transposed: bool = False
     exported: bool = True
 
 
@@ -43,6 +45,10 @@ class NameTable:
     def hf_names(self) -> list[str]:
         """Every name that a complete checkpoint has, in streaming order."""
         return [name for entry in self.entries.values() if entry.exported for name in entry.hf]
+
+    def turned(self) -> list[str]:
+        """Hugging Face names of matrices that stand as ``[in, out]``."""
+        return [name for entry in self.entries.values() if entry.transposed for name in entry.hf]
 
     def is_dropped(self, hf_name: str) -> bool:
         """Whether the tensor is one that checkpoints may carry and nobody needs."""
@@ -67,7 +73,7 @@ def compile_names(family: ModelFamily, values: Mapping[str, Any]) -> NameTable:
             tied.update(zip(weight.hf, source.hf, strict=True))
         name = weight.mcore.replace(_LAYER, layer)
         hf = tuple(hf_name.replace(_LAYER, layer) for hf_name in source.hf)
-        entries[name] = WeightEntry(name, hf, source.transform, source.shard, exported)
+        entries[name] = WeightEntry(name, hf, source.transform, source.shard, source.transposed, exported)
     dropped = tuple(
         re.compile(re.escape(weight.hf).replace(re.escape(_LAYER), r"\d+"))
         for weight in family.weights

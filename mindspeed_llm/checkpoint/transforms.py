@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_llm.errors import ConversionError
-from mindspeed_llm.models.family import Copy, GateUp, QkvByGroup, Transform
+from mindspeed_llm.models.family import Copy, GateUp, QkvByGroup, QkvStacked, Transform
 
 Rows = tuple[int, int]
 """Half-open range of rows, ``[start, stop)``."""
@@ -48,6 +48,8 @@ def part_rows(transform: Transform, merged_rows: int, values: Mapping[str, Any])
             got=merged_rows,
             allowed=f"({heads} heads + 2 x {groups} KV heads) x {channels} channels",
         )
+    if isinstance(transform, QkvStacked):
+        return [merged_rows]
     return [heads * channels, groups * channels, groups * channels]
 
 
@@ -57,21 +59,25 @@ def pieces(transform: Transform, rows: Sequence[int], values: Mapping[str, Any])
     Args:
         values: ``num_attention_heads``, ``num_query_groups`` and ``kv_channels``, for q, k and v.
     """
-    if not isinstance(transform, QkvByGroup):
+    if not isinstance(transform, QkvByGroup | QkvStacked):
         return [Piece(part, 0, count) for part, count in enumerate(rows)]
     heads, groups, channels = _attention_sizes(values)
-    if list(rows) != [heads * channels, groups * channels, groups * channels]:
+    apart = [heads * channels, groups * channels, groups * channels]
+    stacked = isinstance(transform, QkvStacked)
+    if list(rows) != ([sum(apart)] if stacked else apart):
         raise ConversionError(
             "q, k, v do not have the rows of their heads",
             got=list(rows),
             allowed=f"{heads} heads, {groups} KV heads, {channels} channels each",
         )
-    q_rows = heads // groups * channels
-    result: list[Piece] = []
-    for group in range(groups):
-        result.append(Piece(0, group * q_rows, (group + 1) * q_rows))
-        result.extend(Piece(part, group * channels, (group + 1) * channels) for part in (1, 2))
-    return result
+    # Where the rows of q, k and v begin: in three tensors, or in one.
+    parts, begins = ((0, 0, 0), (0, apart[0], apart[0] + apart[1])) if stacked else ((0, 1, 2), (0, 0, 0))
+    sizes = (heads // groups * channels, channels, channels)
+    return [
+        Piece(part, begin + group * size, begin + (group + 1) * size)
+        for group in range(groups)
+        for part, begin, size in zip(parts, begins, sizes, strict=True)
+    ]
 
 
 def merge(transform: Transform, parts: Sequence[Tensor], values: Mapping[str, Any]) -> Tensor:
@@ -83,12 +89,13 @@ def merge(transform: Transform, parts: Sequence[Tensor], values: Mapping[str, An
 def split(transform: Transform, merged: Tensor, values: Mapping[str, Any]) -> list[Tensor]:
     """The inverse of :func:`merge`, bit for bit."""
     rows = part_rows(transform, merged.shape[0], values)
-    found: list[list[Tensor]] = [[] for _ in rows]
+    found: list[dict[int, Tensor]] = [{} for _ in rows]
     at = 0
-    for block in pieces(transform, rows, values):  # the blocks of one part come in the order of its rows
-        found[block.part].append(merged[at : at + block.stop - block.start])
+    for block in pieces(transform, rows, values):
+        found[block.part][block.start] = merged[at : at + block.stop - block.start]
         at += block.stop - block.start
-    return [blocks[0] if len(blocks) == 1 else torch.cat(blocks) for blocks in found]
+    parts = ([blocks[start] for start in sorted(blocks)] for blocks in found)
+    return [blocks[0] if len(blocks) == 1 else torch.cat(blocks) for blocks in parts]
 
 
 def select(blocks: Iterable[Piece], wanted: Sequence[Rows]) -> Iterator[Piece]:

@@ -68,6 +68,31 @@ def non_persistent_kind(text: str) -> Mapping[str, object]:
     return {}
 
 
+def _number(flag: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{flag} takes a number", got=text) from None
+
+
+def windowed(**beside: object) -> Callable[[str], Mapping[str, object]]:
+    """The function that makes of a number of visible tokens, the query's own included, megatron-core's window to the
+    left, with the values ``beside``."""
+    return lambda text: {"window_size": (int(_number("a sliding window", text)) - 1, 0), **beside}
+
+
+def query_scalar(text: str) -> Mapping[str, object]:
+    """The scale of attention scores from the head size that it is the inverse root of.
+
+    Raises:
+        ConfigError: not a number above 0.
+    """
+    number = _number("--query-pre-attn-scalar", text)
+    if number <= 0:
+        raise ConfigError("--query-pre-attn-scalar takes a number above 0", got=text)
+    return {"softmax_scale": number**-0.5}
+
+
 ALIASES: Mapping[str, Alias] = MappingProxyType(
     {
         "--swiglu": Alias(
@@ -80,6 +105,25 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         ),
         "--squared-relu": Alias(
             "transformer", "Feed-forward block with squared ReLU.", sets(activation_func="squared_relu")
+        ),
+        "--gelu-tanh": Alias(
+            "transformer",
+            "Gated feed-forward block with the hyperbolic-tangent form of GELU.",
+            sets(gated_linear_unit=True, activation_func="gelu_tanh"),
+        ),
+        "--add-rmsnorm-offset": Alias(
+            "transformer",
+            "Same as --apply-layernorm-1p: norms multiply by one plus their weight.",
+            sets(layernorm_zero_centered_gamma=True),
+        ),
+        "--use-glm-rope": Alias("transformer", "Same as --rotary-interleaved.", sets(rotary_interleaved=True)),
+        "--partial-rotary-factor": Alias("model", "Same as --rotary-percent.", renamed("rotary_percent"), takes=1),
+        "--sliding-window": Alias("transformer", "Each token sees this many, itself included.", windowed(), takes=1),
+        "--interleave-sliding-window": Alias(
+            "transformer", "The same in every other layer, from the first.", windowed(window_attn_skip_freq=2), takes=1
+        ),
+        "--query-pre-attn-scalar": Alias(
+            "transformer", "Scores are divided by the square root of this.", query_scalar, takes=1
         ),
         "--use-fused-swiglu": Alias(
             "transformer",

@@ -85,10 +85,24 @@ def architecture(values: Values, given: Given) -> Changes:
         changes["attention_softmax_in_fp32"] = True
     if values["rope_scaling_type"] == "llama3" and values["rope_scaling_factor"] is None:
         changes["rope_scaling_factor"] = 8.0
+    changes |= _factors(values)
     if values["padded_vocab_size"] is None and values["vocab_size"] is not None:
         sizes = values["make_vocab_size_divisible_by"], values["tensor_model_parallel_size"]
         if min(sizes) > 0:
             changes["padded_vocab_size"] = padded_vocab_size(values["vocab_size"], *sizes)
+    return changes
+
+
+def _factors(values: Values) -> Changes:
+    """Factors that recipes of Gemma and MiniCPM state by what they are made of."""
+    hidden, layers = values["hidden_size"], values["num_layers"]
+    changes: Changes = {}
+    if values["input_embeds_norm"] and hidden > 0:
+        changes["embedding_multiplier"] = hidden**0.5
+    if values["scale_depth"] is not None and layers > 0:
+        changes["residual_multiplier"] = values["scale_depth"] / layers**0.5
+    if values["dim_model_base"] is not None and hidden > 0:
+        changes["output_multiplier"] = values["dim_model_base"] / hidden
     return changes
 
 

@@ -21,7 +21,7 @@ EXPOSED = names(
     overlap_p2p_comm overlap_p2p_comm_warmup_flush microbatch_group_size_per_vp_stage
     num_layers num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage
     account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
-    hidden_size num_attention_heads softmax_type num_query_groups ffn_hidden_size kv_channels
+    hidden_size num_attention_heads softmax_type softmax_scale num_query_groups ffn_hidden_size kv_channels
     hidden_dropout attention_dropout
     layernorm_epsilon layernorm_zero_centered_gamma add_bias_linear add_qkv_bias gated_linear_unit
     rotary_interleaved window_size window_attn_skip_freq normalization qk_layernorm

@@ -13,7 +13,8 @@ class ModelConfig:
     """Architecture and vocabulary of the language model."""
 
     hf_config: str | None = None
-    """Folder or file of a Hugging Face config.json that gives the architecture, without weights."""
+    """Folder or file of a Hugging Face config.json, or the name of a published model, that gives the architecture
+    without weights."""
 
     model_type_hf: str | None = None
     """Name of the model family, when it is not to be read from a Hugging Face config."""
@@ -31,16 +32,21 @@ class ModelConfig:
     max_position_embeddings: int | None = None
     """Longest position that the model is made for; at least the sequence length."""
 
-    position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
-    """How positions enter: a learned table, rotary embeddings, or not at all."""
+    position_embedding_type: Literal["learned_absolute", "rope", "alibi", "none"] = "learned_absolute"
+    """How positions enter: a learned table, rotary embeddings, a bias on attention that grows with the distance, or
+    not at all."""
 
     rotary_base: float = 10000.0
     """Base of the rotary frequencies (rope theta)."""
 
+    rotary_base_local: float | None = None
+    """Base of the rotary frequencies in layers with an attention window, which are never scaled. By default they turn
+    as all layers do."""
+
     rotary_percent: float = 1.0
     """Part of each head's channels that is rotated, above 0 and up to 1."""
 
-    rope_scaling_type: Literal["linear", "dynamic", "yarn", "llama3"] | None = None
+    rope_scaling_type: Literal["linear", "dynamic", "yarn", "llama3", "longrope"] | None = None
     """How the rotary frequencies are stretched to longer sequences."""
 
     rope_scaling_factor: float | None = None
@@ -70,13 +76,59 @@ class ModelConfig:
     """yarn scaling: strength of the same correction where it acts on all channels; the ratio of both is applied."""
 
     rope_scaling_attention_factor: float | None = None
-    """yarn scaling: factor on the rotated queries and keys, in place of the one computed from the scaling factor."""
+    """yarn and longrope scaling: factor on the rotated queries and keys, in place of the one computed from the scaling
+    factor."""
+
+    long_factor: tuple[float, ...] | None = None
+    """longrope scaling: divisors of the rotary frequencies for sequences above the original context length."""
+
+    short_factor: tuple[float, ...] | None = None
+    """longrope scaling: divisors of the rotary frequencies for all other sequences."""
+
+    embedding_multiplier: float = option(1.0, flags=("--scale-emb", "--embedding-multiplier-scale"))
+    """Factor on the embeddings as they enter the first layer."""
+
+    input_embeds_norm: bool = False
+    """Multiply the embeddings by the square root of the hidden size."""
+
+    embedding_layernorm: bool = option(False, flags=("--embed-layernorm",))
+    """Put a norm between the embeddings and the first layer."""
+
+    residual_multiplier: float = 1.0
+    """Factor on what attention and the feed-forward block add to the residual stream."""
+
+    scale_depth: float | None = None
+    """Take this, divided by the square root of the number of layers, as the factor of the residual."""
+
+    output_multiplier: float = option(1.0, flags=("--output-multiplier-scale",))
+    """Factor on the logits."""
+
+    dim_model_base: int | None = None
+    """Take this, divided by the hidden size, as the factor of the logits."""
+
+    output_logit_softcapping: float | None = None
+    """Logits pass through cap * tanh(logit / cap)."""
+
+    attn_logit_softcapping: float | None = None
+    """Attention scores pass through cap * tanh(score / cap)."""
+
+    normalize_output_weight: bool = False
+    """Divide each row of the output layer by its length before it is used."""
+
+    pre_norm: bool = True
+    """Put a norm before attention and before the feed-forward block."""
+
+    post_norm: bool = False
+    """Put a norm on what attention and the feed-forward block give, before it is added to the residual."""
+
+    qk_norm_over_heads: bool = False
+    """Let the norms of queries and keys run over all heads together instead of over each head."""
 
     untie_embeddings_and_output_weights: bool = False
     """Give the output layer its own weights, apart from the embedding table."""
 
-    activation_func: Literal["gelu", "silu", "squared_relu", "quick_gelu"] = "gelu"
-    """Non-linearity of the feed-forward block."""
+    activation_func: Literal["gelu", "gelu_tanh", "silu", "squared_relu", "quick_gelu"] = "gelu"
+    """Non-linearity of the feed-forward block; gelu_tanh is the approximation of GELU by a hyperbolic tangent."""
 
     group_query_attention: bool = False
     """Share keys and values between groups of query heads; one group unless the number of query groups is given."""

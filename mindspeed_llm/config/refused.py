@@ -73,7 +73,7 @@ REFUSED: tuple[tuple[str, str], ...] = (
     (
         "planned with linear attention and hybrid models",
         """mamba-* use-mamba-mem-eff-path *-mamba-mem-eff-path linear-* is-hybrid-model hybrid-*
-        experimental-attention-variant full-attention-interval use-triton-* partial-rotary-factor""",
+        experimental-attention-variant full-attention-interval use-triton-*""",
     ),
     (
         "planned with the pipeline features (uneven layouts, no-op layers, zero bubble, dual pipe)",
@@ -104,15 +104,13 @@ REFUSED: tuple[tuple[str, str], ...] = (
     ("planned with the muon optimizer", "muon-*"),
     (
         "planned with more model families",
-        """add-rmsnorm-offset input-embeds-norm post-norm no-post-layer-norm scale-emb scale-depth dim-model-base
-        embedding-multiplier-scale output-multiplier-scale output-logit-softcapping attn-logit-softcapping
-        query-pre-attn-scalar gelu-tanh geglu openai-gelu input-jitter use-glm-rope longrope-freqs-type long-factor
-        short-factor long-mscale short-mscale dynamic-factor skip-bias-add swiglu-limit cla-share-factor share-kvstates
-        add-dense-bias add-output-layer-bias fc-type alibi-* square-alibi-mask fill-neg-inf sliding-window*
-        interleave-sliding-window rmsnorm-weight-in-fp32 init-norm-weight-in-fp32 input-layernorm-in-fp32
-        no-enable-linear-qkv enable-mhc hc-* use-fused-mhc heterogeneous-* hetereogenous-* relative-attention-*
-        mrope-section apply-query-key-layer-scaling softmax-scale glu-linear-offset activation-func-clamp-value
-        qk-l2-norm attention-output-gate pre-tockens next-tockens sparse-mode""",
+        """no-post-layer-norm geglu openai-gelu input-jitter longrope-freqs-type long-mscale short-mscale
+        dynamic-factor skip-bias-add swiglu-limit cla-share-factor share-kvstates add-dense-bias
+        add-output-layer-bias fc-type alibi-* square-alibi-mask fill-neg-inf sliding-window* rmsnorm-weight-in-fp32
+        init-norm-weight-in-fp32 input-layernorm-in-fp32 no-enable-linear-qkv enable-mhc hc-* use-fused-mhc
+        heterogeneous-* hetereogenous-* relative-attention-* mrope-section apply-query-key-layer-scaling
+        glu-linear-offset activation-func-clamp-value qk-l2-norm attention-output-gate pre-tockens next-tockens
+        sparse-mode""",
     ),
     (
         "planned with the data features",

@@ -22,7 +22,8 @@ DERIVED = "derived"
 SHAPE_FIELDS = names(
     """num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size
     untie_embeddings_and_output_weights add_bias_linear add_qkv_bias gated_linear_unit normalization qk_layernorm
-    position_embedding_type softmax_type multi_latent_attention attention_output_gate num_moe_experts
+    position_embedding_type softmax_type pre_norm post_norm qk_norm_over_heads embedding_layernorm
+    multi_latent_attention attention_output_gate num_moe_experts
     moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate moe_layer_freq mtp_num_layers
     """
 )
@@ -32,7 +33,10 @@ ARCHITECTURE_FIELDS = SHAPE_FIELDS + names(
     """rotary_base rotary_percent rotary_interleaved rope_scaling_type rope_scaling_factor
     rope_scaling_original_max_position_embeddings low_freq_factor high_freq_factor beta_fast beta_slow
     rope_scaling_mscale rope_scaling_mscale_all_dim rope_scaling_attention_factor layernorm_epsilon
+    rotary_base_local long_factor short_factor no_rope_freq
     layernorm_zero_centered_gamma activation_func window_size window_attn_skip_freq softmax_scale
+    embedding_multiplier residual_multiplier output_multiplier output_logit_softcapping attn_logit_softcapping
+    normalize_output_weight
     """
 )
 """What decides what a model computes from its tensors; a resumed run cannot change it."""

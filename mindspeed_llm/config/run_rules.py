@@ -136,6 +136,7 @@ def layers_are_possible(cfg: RunConfig) -> Iterator[ConfigError]:
         unbuilt = {
             "squared_relu": True,
             "gelu": plain and not t.add_bias_linear,
+            "gelu_tanh": True,
             "quick_gelu": plain,
             "silu": plain,
         }
@@ -175,6 +176,7 @@ def layers_are_possible(cfg: RunConfig) -> Iterator[ConfigError]:
             "would hold the same",
             fix="--recompute-granularity full and a tensor-parallel size above 1, without --sequence-parallel",
         )
+    yield from _norms_and_positions_are_possible(cfg)
     if t.window_attn_skip_freq is not None and t.window_size is None:
         yield ConfigError("--window-attn-skip-freq chooses layers with a window", fix="--window-size")
     for name in ("window_attn_skip_freq", "no_rope_freq"):
@@ -184,6 +186,39 @@ def layers_are_possible(cfg: RunConfig) -> Iterator[ConfigError]:
                 f"{field_table()[name].flag} does not name every layer",
                 got=f"{len(pattern)} entries for {t.num_layers} layers",
             )
+
+
+def _norms_and_positions_are_possible(cfg: RunConfig) -> Iterator[ConfigError]:
+    t, m = cfg.transformer, cfg.model
+    if m.qk_norm_over_heads:
+        if t.qk_layernorm or t.normalization != "RMSNorm":
+            yield ConfigError(
+                "--qk-norm-over-heads is an RMSNorm in the place of --qk-layernorm",
+                got=f"{t.normalization}, --qk-layernorm {t.qk_layernorm}",
+                fix="--normalization RMSNorm, without --qk-layernorm",
+            )
+        groups = t.num_query_groups or t.num_attention_heads
+        if t.tensor_model_parallel_size > 0 and groups % t.tensor_model_parallel_size:
+            yield ConfigError(
+                "the norm over all heads of the keys needs whole KV heads on each tensor-parallel rank",
+                got=f"{groups} KV heads, tensor-model-parallel-size {t.tensor_model_parallel_size}",
+                fix="a --tensor-model-parallel-size that divides the KV heads",
+            )
+    if m.rotary_base_local is not None and (t.window_size is None or m.position_embedding_type != "rope"):
+        yield ConfigError(
+            "--rotary-base-local is the base of rotary layers with a window",
+            got=f"{m.position_embedding_type}, window {t.window_size}",
+            fix="--window-size and --position-embedding-type rope",
+        )
+    if m.rope_scaling_type == "longrope" and t.kv_channels:
+        pairs = int(t.kv_channels * m.rotary_percent) // 2
+        for name, factors in (("--long-factor", m.long_factor), ("--short-factor", m.short_factor)):
+            if len(factors or ()) != pairs:
+                yield ConfigError(
+                    f"longrope needs a {name} for each rotated pair of channels",
+                    got=f"{len(factors or ())} numbers",
+                    allowed=f"{pairs}",
+                )
 
 
 def precision_is_one(cfg: RunConfig) -> Iterator[ConfigError]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +26,7 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "silu": F.silu,
     "squared_relu": squared_relu,
     "quick_gelu": quick_gelu,
@@ -69,8 +71,8 @@ def transformer_config(cfg: RunConfig) -> SuiteTransformerConfig:
             "rope_scaling_beta_fast": model.beta_fast,
             "rope_scaling_beta_slow": model.beta_slow,
         }
-    if model.rope_scaling_type == "yarn":
-        scaled |= _yarn_temperature(model)
+    if model.rope_scaling_type in ("yarn", "longrope"):
+        scaled |= _rotary_temperature(model)
     given: dict[str, Any] = {}
     if model.init_method_xavier_uniform:
         given = {
@@ -83,20 +85,26 @@ def transformer_config(cfg: RunConfig) -> SuiteTransformerConfig:
         **scaled,
         **given,
         activation_func=ACTIVATIONS[model.activation_func],
+        alibi=model.position_embedding_type == "alibi",
         params_dtype=dtype,
         pipeline_dtype=dtype,
         true_vocab_size=model.vocab_size,
     )
 
 
-def _yarn_temperature(model: ModelConfig) -> dict[str, Any]:
+def _rotary_temperature(model: ModelConfig) -> dict[str, Any]:
     """megatron-core's three numbers whose ``t(mscale) / t(mscale_all_dim)``, with ``t(m) = 0.1 m ln(factor) + 1``, is
-    the factor of cos and sin [Peng et al. 2023, section 3.4]."""
+    the factor of cos and sin [Peng et al. 2023, section 3.4]; that of longrope is
+    ``sqrt(1 + ln(factor) / ln(trained context))`` [Ding et al. 2024, section 3.3]."""
     factor = model.rope_scaling_factor or 1.0
     mscale, mscale_all_dim = model.rope_scaling_mscale, model.rope_scaling_mscale_all_dim
-    if model.rope_scaling_attention_factor is not None:
+    attention_factor = model.rope_scaling_attention_factor
+    if model.rope_scaling_type == "longrope" and attention_factor is None:
+        trained = model.rope_scaling_original_max_position_embeddings or model.max_position_embeddings
+        attention_factor = math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(trained or 1))
+    if attention_factor is not None:
         # Of a factor of 1 megatron-core always makes 1; it reads these three for nothing else.
-        factor, mscale, mscale_all_dim = math.e, 10.0 * (model.rope_scaling_attention_factor - 1.0), 0.0
+        factor, mscale, mscale_all_dim = math.e, 10.0 * (attention_factor - 1.0), 0.0
     elif not (mscale and mscale_all_dim):
         # Hugging Face takes the pair only when neither is zero.
         mscale = mscale_all_dim = None

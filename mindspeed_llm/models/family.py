@@ -182,7 +182,12 @@ class GateUp:
     """gate rows, then up rows, as megatron-core's gated ``linear_fc1``."""
 
 
-Transform = Copy | QkvByGroup | GateUp
+@dataclass(frozen=True)
+class QkvStacked:
+    """One Hugging Face tensor of all q rows, then all k rows, then all v rows; megatron-core has KV-group order."""
+
+
+Transform = Copy | QkvByGroup | QkvStacked | GateUp
 
 
 @dataclass(frozen=True)
@@ -216,6 +221,7 @@ class ParamMap:
 
     Args:
         when: a field that must be true for the tensor to exist.
+        transposed: the Hugging Face tensors stand as ``[in, out]`` (GPT-2's Conv1D), megatron-core's as ``[out, in]``.
         tied_to: with tied embeddings the tensor is no weight of its own but a copy of this one.
     """
 
@@ -224,6 +230,7 @@ class ParamMap:
     transform: Transform = Copy()
     shard: Shard = Replicated()
     when: str | None = None
+    transposed: bool = False
     tied_to: str | None = None
 
 

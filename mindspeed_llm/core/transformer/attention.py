@@ -17,7 +17,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mindspeed_llm.core.transformer import attention_reference, flash_cpu
-from mindspeed_llm.core.transformer.attention_scores import ScoreRule, accumulate_dtype, sequence_first, sink_gradient
+from mindspeed_llm.core.transformer.attention_scores import (
+    ScoreRule,
+    accumulate_dtype,
+    alibi_slopes,
+    sequence_first,
+    sink_gradient,
+)
 from mindspeed_llm.core.transformer.config import SuiteTransformerConfig
 from mindspeed_llm.errors import ConfigError, OpUnavailableError
 
@@ -97,6 +103,7 @@ def attention(
     sinks: Tensor | None = None,
     softcap: float | None = None,
     scale: float | None = None,
+    slopes: Tensor | None = None,
     dropout_p: float = 0.0,
     implementation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -106,7 +113,7 @@ def attention(
         q: ``[b, n, sq, d]``; any strides, a permuted ``[s, b, n, d]`` is not copied and the output has its layout.
         k: ``[b, n_kv, sk, d]``, ``n`` a multiple of ``n_kv``.
         v: ``[b, n_kv, sk, d_v]``.
-        causal, window, mask, softcap: see :class:`ScoreRule`.
+        causal, window, mask, softcap, slopes: see :class:`ScoreRule`.
         cu_seqlens_q, cu_seqlens_kv: for packed documents, the bounds ``0 = c_0 <= c_1 <= ... <= sq`` (``sk``) of each;
             a query sees only the keys of its own document, and causality and window count from that document.
             ``cu_seqlens_kv`` defaults to ``cu_seqlens_q``.
@@ -124,7 +131,7 @@ def attention(
         ValueError: shapes or bounds that do not fit together.
         OpUnavailableError: see :func:`choose_implementation`.
     """
-    rule = _rule(q, k, causal=causal, mask=mask, window=window, softcap=softcap, scale=scale)
+    rule = _rule(q, k, causal=causal, mask=mask, window=window, softcap=softcap, scale=scale, slopes=slopes)
     documents = _documents(cu_seqlens_q, cu_seqlens_kv, q, k, mask)
     row = choose_implementation(q.device.type, softcap=softcap is not None, dropout=dropout_p > 0, name=implementation)
     keeps = _draw_keeps(q, k, documents, dropout_p) if dropout_p > 0 else None
@@ -147,6 +154,7 @@ def attention_backward(
     sinks: Tensor | None = None,
     softcap: float | None = None,
     scale: float | None = None,
+    slopes: Tensor | None = None,
     implementation: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients from a given ``out`` and ``lse``, without dropout.
@@ -161,7 +169,7 @@ def attention_backward(
     Returns:
         ``dq, dk, dv``, and ``dsinks`` (None without ``sinks``).
     """
-    rule = _rule(q, k, causal=causal, mask=mask, window=window, softcap=softcap, scale=scale)
+    rule = _rule(q, k, causal=causal, mask=mask, window=window, softcap=softcap, scale=scale, slopes=slopes)
     documents = _documents(cu_seqlens_q, cu_seqlens_kv, q, k, mask)
     row = choose_implementation(q.device.type, softcap=softcap is not None, dropout=False, name=implementation)
     dq, dk, dv = _run_backward(row, d_out, q, k, v, out, lse, rule, documents, None, 0.0)
@@ -263,13 +271,14 @@ def _rule(
     window: tuple[int, int] | None,
     softcap: float | None,
     scale: float | None,
+    slopes: Tensor | None,
 ) -> ScoreRule:
     if q.dim() != 4 or k.dim() != 4 or q.shape[1] % k.shape[1] or q.shape[3] != k.shape[3]:
         raise ValueError(f"q [b, n, sq, d] and k [b, n_kv, sk, d] do not fit: {tuple(q.shape)} and {tuple(k.shape)}")
     if mask is not None and mask.requires_grad:
         raise ValueError("an attention mask or bias that requires a gradient would silently get none")
     factor = q.shape[3] ** -0.5 if scale is None else scale
-    return ScoreRule(scale=factor, softcap=softcap, causal=causal, window=window, mask=mask)
+    return ScoreRule(scale=factor, softcap=softcap, causal=causal, window=window, mask=mask, slopes=slopes)
 
 
 def _documents(
@@ -317,8 +326,9 @@ class CoreAttention(MegatronModule):
 
     Args:
         config: reads ``attention_dropout``, ``window_size`` with ``window_attn_skip_freq``, ``softmax_type`` and our
-            ``attn_logit_softcapping``. ``apply_query_key_layer_scaling`` divides and multiplies by the layer's number
-            around a half-precision product; scores are float32 here, so the two cancel and nothing is done.
+            ``attn_logit_softcapping`` and ``alibi``. ``apply_query_key_layer_scaling`` divides and multiplies by the
+            layer's number around a half-precision product; scores are float32 here, so the two cancel and nothing is
+            done.
         layer_number: counted from 1.
         attn_mask_type: what :meth:`forward` takes when it is not told.
         attention_type: unused, as in megatron-core.
@@ -359,8 +369,15 @@ class CoreAttention(MegatronModule):
         self.softmax_scale = softmax_scale
         self.softcap = config.attn_logit_softcapping
         self.dropout_p = config.attention_dropout if attention_dropout is None else attention_dropout
-        self.window = _layer_window(config, layer_number)
+        self.window = layer_window(config, layer_number)
+        self.slopes: Tensor | None
+        self.register_buffer("slopes", self._my_slopes(config), persistent=False)
         self._make_sinks(config)
+
+    def _my_slopes(self, config: SuiteTransformerConfig) -> Tensor | None:
+        if not config.alibi:
+            return None
+        return alibi_slopes(config.num_attention_heads).chunk(self.tp_group.size())[self.tp_group.rank()]
 
     def _make_sinks(self, config: SuiteTransformerConfig) -> None:
         self.softmax_offset: Tensor | None
@@ -420,6 +437,7 @@ class CoreAttention(MegatronModule):
                     sinks=self.softmax_offset,
                     softcap=self.softcap,
                     scale=self.softmax_scale,
+                    slopes=self.slopes,
                     dropout_p=dropout_p,
                 )
                 return out.squeeze(0).transpose(0, 1).reshape(query.shape[0], -1)
@@ -431,6 +449,7 @@ class CoreAttention(MegatronModule):
                 sinks=self.softmax_offset,
                 softcap=self.softcap,
                 scale=self.softmax_scale,
+                slopes=self.slopes,
                 dropout_p=dropout_p,
             )
         return out.permute(2, 0, 1, 3).flatten(2)
@@ -457,7 +476,7 @@ def _model_parallel_rng() -> contextlib.AbstractContextManager[None]:
     return cast(CudaRNGStatesTracker, get_cuda_rng_tracker()).fork()
 
 
-def _layer_window(config: SuiteTransformerConfig, layer_number: int) -> tuple[int, int] | None:
+def layer_window(config: SuiteTransformerConfig, layer_number: int) -> tuple[int, int] | None:
     """The layer's ``(left, right)`` window; None for a layer that attends everywhere."""
     if config.window_size is None:
         return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mindspeed_llm.core.transformer.attention_scores import ScoreRule, accumulate_dtype, band_hidden
+from mindspeed_llm.core.transformer.attention_scores import ScoreRule, accumulate_dtype, band_hidden, distance_bias
 
 
 def forward(
@@ -86,6 +86,8 @@ def _scores(q: Tensor, k: Tensor, rule: ScoreRule) -> tuple[Tensor, Tensor | Non
         else:
             scores = scores + rule.mask.to(dtype)
     sq, sk = q.shape[2], k.shape[2]
+    if rule.slopes is not None:
+        scores = scores + distance_bias(rule.slopes.to(dtype), slice(0, sq), sq, sk)
     hidden = band_hidden(*rule.bounds(sq, sk), sq, sk, q.device)
     if hidden is not None:
         scores = scores.masked_fill(hidden, float("-inf"))

@@ -22,6 +22,8 @@ class ScoreRule:
         window: ``(left, right)``, megatron-core's ``window_size``: query ``i`` sees keys ``i + offset - left`` to
             ``i + offset + right``, both included; -1 means no bound on that side.
         mask: broadcastable to ``[b, n, sq, sk]``. Boolean: True hides (Megatron's convention). Floating: added.
+        slopes: ``[n]``, ALiBi (Press et al. 2021): ``slope_h * (j - i - offset)`` is added, which is 0 for the query's
+            own key and falls with the distance to those before it.
     """
 
     scale: float
@@ -29,6 +31,7 @@ class ScoreRule:
     causal: bool = False
     window: tuple[int, int] | None = None
     mask: Tensor | None = None
+    slopes: Tensor | None = None
 
     def bounds(self, sq: int, sk: int) -> tuple[int | None, int | None]:
         """``(lower, upper)`` such that query ``i`` sees only ``i + lower <= j <= i + upper``; None is unbounded."""
@@ -44,6 +47,24 @@ class ScoreRule:
         if upper is not None and upper >= sk - 1:
             upper = None
         return lower, upper
+
+
+def alibi_slopes(heads: int) -> Tensor:
+    """``[heads]`` float32: the geometric series of Press et al. 2021; where ``heads`` is no power of two, that of the
+    power below it, then every other one of the series of the power above."""
+
+    def series(count: int) -> Tensor:
+        return torch.pow(torch.tensor(2.0 ** (-8.0 / count)), torch.arange(1, count + 1))
+
+    below = 2 ** (heads.bit_length() - 1)
+    return torch.cat([series(below), series(2 * below)[0::2][: heads - below]])
+
+
+def distance_bias(slopes: Tensor, rows: slice, sq: int, sk: int) -> Tensor:
+    """``[n, rows, sk]`` in the dtype of ``slopes``: what ALiBi adds to the scores of queries ``rows`` of ``sq``."""
+    queries = torch.arange(rows.start, rows.stop, device=slopes.device) + (sk - sq)
+    distance = torch.arange(sk, device=slopes.device)[None, :] - queries[:, None]
+    return slopes[:, None, None] * distance.to(slopes.dtype)
 
 
 def band_hidden(lower: int | None, upper: int | None, sq: int, sk: int, device: torch.device) -> Tensor | None:

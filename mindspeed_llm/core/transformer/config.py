@@ -29,9 +29,35 @@ class SuiteTransformerConfig(TransformerConfig):
 
     attn_logit_softcapping: float | None = None
     """Attention scores pass through ``cap * tanh(score / cap)``."""
+    output_logit_softcapping: float | None = None
+    """The same for the logits of the vocabulary."""
+    embedding_multiplier: float = 1.0
+    """Factor on the embeddings as they enter the first layer."""
+    residual_multiplier: float = 1.0
+    """Factor on what attention and MLP add to the residual."""
+    output_multiplier: float = 1.0
+    """Factor on the logits."""
+    normalize_output_weight: bool = False
+    """The rows of the output layer are divided by their lengths before they are used (Baichuan 2)."""
+    embedding_layernorm: bool = False
+    """A norm between the embeddings and the first layer (Bloom)."""
+    pre_norm: bool = True
+    """A norm before attention and before the MLP."""
+    post_norm: bool = False
+    """A norm on what attention and MLP give, before it is added to the residual."""
+    qk_norm_over_heads: bool = False
+    """The norms of queries and keys run over all heads together, not over each (OLMo 2)."""
+    alibi: bool = False
+    """Scores fall linearly with the distance, at a slope of each head's own."""
 
-    rope_scaling_type: Literal["linear", "dynamic", "yarn", "llama3"] | None = None
+    rotary_base_local: float | None = None
+    """Theta of the layers with a window, which then know no scaling; None: all layers turn alike."""
+    rope_scaling_type: Literal["linear", "dynamic", "yarn", "llama3", "longrope"] | None = None
     """How rotary frequencies are stretched beyond the context that the model was trained on."""
+    long_factor: tuple[float, ...] | None = None
+    """longrope: divisors of the frequencies of sequences longer than the trained context."""
+    short_factor: tuple[float, ...] | None = None
+    """longrope: those of the others."""
     rope_scaling_factor: float = 1.0
     rope_scaling_low_freq_factor: float = 1.0
     rope_scaling_high_freq_factor: float = 4.0

@@ -4,12 +4,14 @@ The kernel (``aten::_scaled_dot_product_flash_attention_for_cpu``) is native for
 What it lacks is made up for here. It aligns causal masks at the start: a causal call with ``sq != sk`` goes through an
 additive mask. It wants that mask in q's dtype or, for half precision, float32 (it misreads float32 beside float64). It
 wants equal head sizes: zero-padding changes nothing. It computes what an additive mask hides: a sliding window is cut
-into tiles. It reports 0, not minus infinity, as the log-sum-exp of a fully masked row. It divides by zero on empty
-operands, and takes the elements of a head for neighbours in memory.
+into tiles. It knows no ALiBi: that is a mask of each head, made for a tile of queries at a time. It reports 0, not
+minus infinity, as the log-sum-exp of a fully masked row. It divides by zero on empty operands, and takes the elements
+of a head for neighbours in memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -21,6 +23,7 @@ from mindspeed_llm.core.transformer.attention_scores import (
     accumulate_dtype,
     add_sinks,
     band_hidden,
+    distance_bias,
     sequence_first,
 )
 
@@ -56,13 +59,13 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """As :func:`attention_reference.forward`, without dropout and soft-capping (the caller's table sees to that)."""
     del keep, dropout_p
-    tiles = _tiles(rule, q, k.shape[2])
-    if len(tiles) == 1:
-        out, lse = _forward_tile(q, k, v, tiles[0].mask, rule.scale)
+    if len(spans := _spans(rule, q.shape[2], k.shape[2])) == 1:
+        (tile,) = _tiles(rule, spans, q, k.shape[2])
+        out, lse = _forward_tile(q, k, v, tile.mask, rule.scale)
     else:
         out = sequence_first(q, v.shape[3])
         lse = torch.empty(q.shape[:3], dtype=accumulate_dtype(q.dtype), device=q.device)
-        for tile in tiles:
+        for tile in _tiles(rule, spans, q, k.shape[2]):
             rows, columns = tile.rows, tile.columns
             out[:, :, rows], lse[:, :, rows] = _forward_tile(
                 q[:, :, rows], k[:, :, columns], v[:, :, columns], tile.mask, rule.scale
@@ -85,13 +88,13 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`attention_reference.backward`, from a given (possibly merged) ``out`` and ``lse``."""
     del keep, dropout_p
-    tiles = _tiles(rule, q, k.shape[2])
-    if len(tiles) == 1:
-        return _backward_tile(d_out, q, k, v, out, lse, tiles[0].mask, rule.scale)
+    if len(spans := _spans(rule, q.shape[2], k.shape[2])) == 1:
+        (tile,) = _tiles(rule, spans, q, k.shape[2])
+        return _backward_tile(d_out, q, k, v, out, lse, tile.mask, rule.scale)
     dq = sequence_first(q, q.shape[3])
     # Neighbouring tiles share keys: their parts are added before rounding.
     dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
-    for tile in tiles:
+    for tile in _tiles(rule, spans, q, k.shape[2]):
         rows, columns = tile.rows, tile.columns
         dq[:, :, rows], dk_part, dv_part = _backward_tile(
             d_out[:, :, rows],
@@ -135,27 +138,53 @@ def _backward_tile(
     return dq[..., : q.shape[3]], dk[..., : k.shape[3]], dv[..., : v.shape[3]]
 
 
-def _tiles(rule: ScoreRule, q: Tensor, sk: int) -> list[_Tile]:
-    """The kernel calls that make up one attention: one, unless a sliding window leaves most keys out of most rows."""
-    sq = q.shape[2]
+def _spans(rule: ScoreRule, sq: int, sk: int) -> list[tuple[slice, slice]]:
+    """Queries and the keys they may see, for each kernel call of one attention: one call, unless a sliding window
+    leaves most keys out of most rows, or a bias per head would be large as a whole."""
     lower, upper = rule.bounds(sq, sk)
-    if lower is None or upper is None or upper - lower + 2 * _TILE_ROWS > sk or sq <= _TILE_ROWS:
-        return [_Tile(slice(0, sq), slice(0, sk), _kernel_mask(lower, upper, rule.mask, sq, sk, q))]
-    mask = None if rule.mask is None else rule.mask.expand(*rule.mask.shape[:-2], sq, sk)
-    tiles: list[_Tile] = []
-    masks: dict[tuple[int, int, int], _KernelMask] = {}
+    windowed = lower is not None and upper is not None and upper - lower + 2 * _TILE_ROWS <= sk
+    if sq <= _TILE_ROWS or not (windowed or rule.slopes is not None):
+        return [(slice(0, sq), slice(0, sk))]
+    spans: list[tuple[slice, slice]] = []
     for start in range(0, sq, _TILE_ROWS):
         stop = min(start + _TILE_ROWS, sq)
-        first = min(max(start + lower, 0), sk)
-        last = min(max(stop + upper, first), sk)
-        rows, columns = slice(start, stop), slice(first, last)
-        # Inner tiles have the same band at the same place.
-        shift, height, width = place = (start - first, stop - start, last - first)
-        if mask is not None or place not in masks:
-            part = None if mask is None else mask[..., rows, columns]
-            masks[place] = _kernel_mask(lower + shift, upper + shift, part, height, width, q)
-        tiles.append(_Tile(rows, columns, masks[place]))
-    return tiles
+        first = 0 if lower is None else min(max(start + lower, 0), sk)
+        last = sk if upper is None else min(max(stop + upper, first), sk)
+        spans.append((slice(start, stop), slice(first, last)))
+    return spans
+
+
+def _tiles(rule: ScoreRule, spans: list[tuple[slice, slice]], q: Tensor, sk: int) -> Iterator[_Tile]:
+    """The kernel calls, each with its mask; a mask that few tiles share lives as long as its tile."""
+    sq = q.shape[2]
+    lower, upper = rule.bounds(sq, sk)
+    mask = None if rule.mask is None else rule.mask.expand(*rule.mask.shape[:-2], sq, sk)
+    masks: dict[tuple[int, int, int], _KernelMask] = {}
+    for rows, columns in spans:
+        # Inner tiles of a window have the same band at the same place.
+        shift, height, width = place = (
+            rows.start - columns.start,
+            rows.stop - rows.start,
+            columns.stop - columns.start,
+        )
+        band = (None if lower is None else lower + shift, None if upper is None else upper + shift)
+        if mask is None and rule.slopes is None:
+            if place not in masks:
+                masks[place] = _kernel_mask(*band, None, height, width, q)
+            yield _Tile(rows, columns, masks[place])
+            continue
+        part = None if mask is None else mask[..., rows, columns]
+        if rule.slopes is not None:
+            bias = distance_bias(rule.slopes.to(accumulate_dtype(q.dtype)), rows, sq, sk)[..., columns]
+            part = _joined(bias, part)
+        yield _Tile(rows, columns, _kernel_mask(*band, part, height, width, q))
+
+
+def _joined(bias: Tensor, mask: Tensor | None) -> Tensor:
+    """One additive mask of two."""
+    if mask is None:
+        return bias
+    return bias.masked_fill(mask, _NEVER) if mask.dtype == torch.bool else bias + mask
 
 
 def _kernel_mask(lower: int | None, upper: int | None, mask: Tensor | None, sq: int, sk: int, q: Tensor) -> _KernelMask:

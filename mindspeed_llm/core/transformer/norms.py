@@ -6,12 +6,19 @@ Both compute in float32 (float64 for float64 input) and return the input's dtype
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
 from mindspeed_llm import ops
 from mindspeed_llm.core.transformer.config import SuiteTransformerConfig
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> Tensor:
@@ -82,6 +89,83 @@ class LayerNorm(torch.nn.Module):
             return F.layer_norm(x, weight.shape, weight, self.bias, self.eps)
         wide = torch.promote_types(x.dtype, torch.float32)
         return F.layer_norm(x.to(wide), weight.shape, weight.to(wide), self.bias.to(wide), self.eps).to(x.dtype)
+
+
+def norm_type(config: SuiteTransformerConfig) -> type[RMSNorm | LayerNorm]:
+    """The norm that ``normalization`` names."""
+    return RMSNorm if config.normalization == "RMSNorm" else LayerNorm
+
+
+class HeadsRMSNorm(torch.nn.Module):
+    """Root mean square over all heads of a token together, for megatron-core's slots of query and key norms (OLMo 2).
+
+    Each tensor-parallel rank holds the weights of its heads; the mean square is that of all ranks.
+
+    Args:
+        config: reads ``kv_channels``, ``params_dtype`` and the number of heads.
+        hidden_size: of one head, unused.
+        eps: see :func:`rms_norm`.
+    """
+
+    heads = "num_attention_heads"
+
+    def __init__(self, config: SuiteTransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        self.group = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"]).tp
+        self.width = getattr(config, self.heads) * hidden_size
+        weight = torch.ones(self.width // self.group.size(), dtype=config.params_dtype)
+        self.weight = torch.nn.Parameter(weight)
+        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[s, b, heads of this rank, head size]`` to the same, rounded as :func:`rms_norm` rounds."""
+        wide = (x if x.dtype == torch.float64 else x.float()).flatten(2)
+        squares = _SumOverRanks.apply(wide.square().sum(-1, keepdim=True), self.group)
+        normalised = wide * torch.rsqrt(squares / self.width + self.eps)
+        return (normalised.to(x.dtype) * self.weight).to(x.dtype).view(x.shape)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """The weight, sharded over tensor-parallel ranks."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
+
+
+class KeyHeadsRMSNorm(HeadsRMSNorm):
+    """:class:`HeadsRMSNorm` over the heads of the keys."""
+
+    heads = "num_query_groups"
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum of a tensor over the ranks of a group, of which each rank goes on to make something of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _summed(gradients[0], ctx.group), None
+
+
+def _summed(x: Tensor, group: Any) -> Tensor:
+    if group.size() > 1:
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+    return x
 
 
 def _norm_parameter(config: SuiteTransformerConfig, hidden_size: int, value: float) -> torch.nn.Parameter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -19,13 +20,13 @@ def inverse_frequencies(config: SuiteTransformerConfig, dim: int, base: float, s
         config: gives the scaling scheme and its constants.
         dim: rotated dimensions of a head.
         base: theta.
-        seq_length: tokens in the sequence; only ``dynamic`` looks at it.
+        seq_length: tokens in the sequence; ``dynamic`` and ``longrope`` look at it.
 
     Returns:
         ``[dim / 2]`` float32.
 
-    Formulas: plain [Su et al. 2021]; linear [Chen et al. 2023]; dynamic NTK and yarn [Peng et al. 2023]; llama3 as in
-    Meta's llama-models ``apply_scaling``.
+    Formulas: plain [Su et al. 2021]; linear [Chen et al. 2023]; dynamic NTK and yarn [Peng et al. 2023]; longrope [Ding
+    et al. 2024]; llama3 as in Meta's llama-models ``apply_scaling``.
     """
     scheme = config.rope_scaling_type
     factor = config.rope_scaling_factor
@@ -36,6 +37,9 @@ def inverse_frequencies(config: SuiteTransformerConfig, dim: int, base: float, s
     plain = 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
     if scheme == "linear":
         return plain / factor
+    if scheme == "longrope":
+        beyond = seq_length > config.rope_scaling_original_max_position_embeddings
+        return plain / torch.tensor(config.long_factor if beyond else config.short_factor, dtype=torch.float32)
     if scheme == "llama3":
         return _llama3(config, plain)
     if scheme == "yarn":
@@ -65,8 +69,16 @@ def _yarn(config: SuiteTransformerConfig, plain: torch.Tensor, dim: int, base: f
     return plain / config.rope_scaling_factor * ramp + plain * (1 - ramp)
 
 
+LOCAL = 1
+"""Where in the angles of :class:`ScaledRotaryEmbedding` those of layers with a window stand, beside all others'."""
+
+
 class ScaledRotaryEmbedding(RotaryEmbedding):
-    """megatron-core's rotary embedding with the frequencies of :func:`inverse_frequencies`."""
+    """megatron-core's rotary embedding with the frequencies of :func:`inverse_frequencies`.
+
+    A model whose windowed layers turn at another theta (``rotary_base_local``) gets two kinds of angles in one tensor,
+    of which each layer's attention takes its own.
+    """
 
     def __init__(
         self, config: SuiteTransformerConfig, rotary_percent: float, rotary_base: float, cp_group: Any
@@ -83,6 +95,11 @@ class ScaledRotaryEmbedding(RotaryEmbedding):
         self.rotary_base = rotary_base
         self.dim = 2 * self.inv_freq.numel()
         self._angles: dict[tuple[Any, ...], torch.Tensor] = {}
+        self.local: ScaledRotaryEmbedding | None = None
+        if config.rotary_base_local is not None:
+            plain = copy.copy(config)
+            plain.rotary_base_local = plain.rope_scaling_type = None
+            self.local = ScaledRotaryEmbedding(plain, rotary_percent, config.rotary_base_local, cp_group)
 
     def get_emb(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
         """Angles ``[max_seq_len, 1, 1, dim]`` of the positions from ``offset`` on."""
@@ -93,12 +110,16 @@ class ScaledRotaryEmbedding(RotaryEmbedding):
     def forward(
         self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None
     ) -> torch.Tensor:
-        """Angles ``[s, 1, 1, dim]``, kept from call to call.
+        """Angles ``[s, 1, 1, dim]``, or ``[2, s, 1, 1, dim]`` with those of windowed layers last; kept from call to
+        call.
 
         megatron-core caches on the class, which keeps every model and process group of the process alive.
         """
         key = (max_seq_len, offset, packed_seq, cp_group)
         if key not in self._angles:
             uncached = RotaryEmbedding.forward.__wrapped__  # type: ignore[attr-defined]
-            self._angles[key] = uncached(self, max_seq_len, offset, packed_seq, cp_group)
+            angles = uncached(self, max_seq_len, offset, packed_seq, cp_group)
+            if self.local is not None:
+                angles = torch.stack([angles, self.local(max_seq_len, offset, packed_seq, cp_group)])
+            self._angles[key] = angles
         return self._angles[key]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from mindspeed_llm.core.transformer.attention import CoreAttention
 from mindspeed_llm.core.transformer.config import SuiteTransformerConfig
-from mindspeed_llm.core.transformer.norms import LayerNorm, RMSNorm
+from mindspeed_llm.core.transformer.layer import SuiteSelfAttention, SuiteTransformerLayer
+from mindspeed_llm.core.transformer.norms import HeadsRMSNorm, KeyHeadsRMSNorm, LayerNorm, RMSNorm, norm_type
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
@@ -30,27 +31,31 @@ class SuiteSpecProvider(LocalSpecProvider):
 
 
 def gpt_layer_spec(config: SuiteTransformerConfig) -> ModuleSpec:
-    """A dense decoder layer: norm, self-attention, norm, MLP, each with a residual."""
+    """A dense decoder layer: self-attention and MLP, each with its norms and a residual."""
     backend = SuiteSpecProvider()
-    norm = backend.layer_norm(rms_norm=config.normalization == "RMSNorm")
-    qk_norm = norm if config.qk_layernorm else IdentityOp
+    norm = norm_type(config)
+    pre_norm = norm if config.pre_norm else IdentityOp
+    q_norm = k_norm = norm if config.qk_layernorm else IdentityOp
+    if config.qk_norm_over_heads:
+        q_norm, k_norm = HeadsRMSNorm, KeyHeadsRMSNorm
+    joins = config.post_norm or config.residual_multiplier != 1.0
     return ModuleSpec(
-        module=TransformerLayer,
+        module=SuiteTransformerLayer if joins else TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
+            input_layernorm=pre_norm,
             self_attention=ModuleSpec(
-                module=SelfAttention,
+                module=SelfAttention if config.rotary_base_local is None else SuiteSelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=backend.column_parallel_linear(),
                     core_attention=backend.core_attention(),
                     linear_proj=backend.row_parallel_linear(),
-                    q_layernorm=qk_norm,
-                    k_layernorm=qk_norm,
+                    q_layernorm=q_norm,
+                    k_layernorm=k_norm,
                 ),
             ),
             self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]  a function, as upstream
-            pre_mlp_layernorm=norm,
+            pre_mlp_layernorm=pre_norm,
             mlp=get_mlp_module_spec_for_backend(backend=backend),
             mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
         ),
@@ -59,5 +64,4 @@ def gpt_layer_spec(config: SuiteTransformerConfig) -> ModuleSpec:
 
 def gpt_block_spec(config: SuiteTransformerConfig, layers: int) -> TransformerBlockSubmodules:
     """``layers`` equal layers and the final norm of a pipeline chunk."""
-    norm = SuiteSpecProvider().layer_norm(rms_norm=config.normalization == "RMSNorm")
-    return TransformerBlockSubmodules(layer_specs=[gpt_layer_spec(config)] * layers, layer_norm=norm)  # pyright: ignore
+    return TransformerBlockSubmodules(layer_specs=[gpt_layer_spec(config)] * layers, layer_norm=norm_type(config))  # pyright: ignore

@@ -1,4 +1,4 @@
-"""Every flag of a megatron-core field does something: off its default, a tiny run differs."""
+"""Every flag of a megatron-core field, and of a model, does something: off its default, a tiny run differs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,23 @@ OVERLAP = {**SHARDED, "overlap_grad_reduce": True}
 SELECTIVE, FULL = {"recompute_granularity": "selective"}, {"recompute_granularity": "full"}
 BLOCK = {**FULL, "recompute_method": "block"}
 
+LONGROPE = {
+    "rope_scaling_type": "longrope",
+    "rope_scaling_factor": 4.0,
+    "long_factor": (4.0, 3.0),
+    "short_factor": (1.5, 2.0),
+}
+
 CASES: dict[str, Case] = {
+    "position_embedding_type": Case("alibi"),
+    "rotary_base_local": Case(50.0, {"window_size": (2, 0), "window_attn_skip_freq": 2}),
+    "long_factor": Case((9.0, 9.0), {**LONGROPE, "rope_scaling_original_max_position_embeddings": 4}),
+    "short_factor": Case((9.0, 9.0), LONGROPE),
+    "scale_depth": Case(0.5),
+    "dim_model_base": Case(4),
+    "output_logit_softcapping": Case(0.5),
+    "attn_logit_softcapping": Case(1e-3),
+    "qk_norm_over_heads": Case(True, {"normalization": "RMSNorm"}),
     "tensor_model_parallel_size": Case(2, world=2),
     "pipeline_model_parallel_size": Case(2, {k: v for k, v in PP2.items() if k.startswith("check")}, world=2),
     "sequence_parallel": Case(True, TP2, world=2),
@@ -64,6 +80,7 @@ CASES: dict[str, Case] = {
     "hidden_size": Case(32),
     "num_attention_heads": Case(2),
     "num_query_groups": Case(2),
+    "softmax_scale": Case(2.0),
     "ffn_hidden_size": Case(24),
     "kv_channels": Case(8),
     "add_qkv_bias": Case(True, {"add_bias_linear": False}),
@@ -104,6 +121,14 @@ CASES: dict[str, Case] = {
     "reduce_scatter_with_fp32_accumulation": Case(True, OVERLAP, world=2),
     "average_in_collective": Case(True, world=2),
 }
+
+# Fields of ours that say what a model computes.
+OURS = names(
+    """position_embedding_type rotary_base rotary_base_local rotary_percent long_factor short_factor embedding_multiplier
+    input_embeds_norm embedding_layernorm residual_multiplier scale_depth output_multiplier dim_model_base
+    output_logit_softcapping attn_logit_softcapping normalize_output_weight pre_norm post_norm qk_norm_over_heads
+    untie_embeddings_and_output_weights activation_func group_query_attention init_method_xavier_uniform"""
+)
 
 # These change when and how data travels, or only warn, and nothing that is computed: code that runs must ask for them.
 COMMUNICATION = names(
@@ -150,7 +175,7 @@ def test_two_equal_runs_do_not_differ() -> None:
     assert (first.made, first.done) == (again.made, again.done)
 
 
-@pytest.mark.parametrize("name", [name for name in EXPOSED if name not in REFUSED])
+@pytest.mark.parametrize("name", [name for name in (*EXPOSED, *OURS) if name not in REFUSED])
 def test_the_flag_changes_the_run(name: str) -> None:
     given = run_with(name)
     if name in COMMUNICATION:

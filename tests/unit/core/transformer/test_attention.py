@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 import mindspeed_llm.core  # noqa: F401  the seam comes first
 from mindspeed_llm.core.transformer.attention import attention, attention_backward, choose_implementation
+from mindspeed_llm.core.transformer.attention_scores import alibi_slopes
 from mindspeed_llm.errors import OpUnavailableError
 
 INFINITY = float("inf")
@@ -41,12 +43,15 @@ def formula(
     scale: float,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention as in the papers: one exponential per visible pair, one sum, no tricks."""
     repeats = q.shape[1] // k.shape[1]
     scores = torch.einsum("bnid,bnjd->bnij", q, k.repeat_interleave(repeats, 1)) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
     terms = scores.exp() * visible
     total = terms.sum(-1, keepdim=True)
     if sinks is not None:
@@ -102,6 +107,38 @@ def test_grouped_heads(implementation: str, n: int, groups: int, causal: bool) -
 def test_causal_is_aligned_at_the_end(implementation: str, sq: int, sk: int) -> None:
     """A cached prefix (sq < sk) is seen in full; queries before the first key (sq > sk) see nothing."""
     assert_same(operands(2, 4, 2, sq, sk, 8), band(sq, sk, None, 0), implementation, causal=True)
+
+
+def alibi_of_transformers(heads: int, keys: int) -> Tensor:
+    """``[heads, 1, keys]`` float64: slope times the key's position, as Bloom adds it."""
+    bias = build_alibi_tensor(torch.ones(1, keys, dtype=torch.long), heads, torch.float32)
+    return bias.view(heads, 1, keys).double()
+
+
+@pytest.mark.parametrize("heads", [1, 3, 4, 16, 40, 112])
+def test_slopes(heads: int) -> None:
+    torch.testing.assert_close(
+        alibi_slopes(heads).double(), alibi_of_transformers(heads, 2)[:, 0, 1], rtol=1e-6, atol=0
+    )
+
+
+@both
+@pytest.mark.parametrize(("sq", "sk", "window"), [(33, 33, None), (24, 40, None), (700, 700, None), (600, 700, 30)])
+def test_alibi(implementation: str, sq: int, sk: int, window: int | None) -> None:
+    """Long enough for several tiles; the bias counts from the query's own key, so its softmax is transformers'."""
+    q, k, v, d_out = operands(1, 3, 3, sq, sk, 8)
+    slopes = alibi_slopes(3).double()
+    own = torch.arange(sq)[:, None] + sk - sq
+    bias = alibi_of_transformers(3, sk) - alibi_of_transformers(3, sk)[:, :, 1, None] * own
+    visible = band(sq, sk, window, 0)
+    limits = None if window is None else (window, 0)
+    out, lse = attention(q, k, v, implementation=implementation, causal=True, window=limits, slopes=slopes)
+    expected, expected_lse = formula(q, k, v, visible, 8**-0.5, bias=bias)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-6)
+    got = torch.autograd.grad(out, [q, k, v], d_out)
+    for ours, theirs in zip(got, torch.autograd.grad(expected, [q, k, v], d_out), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
 @both
