@@ -35,7 +35,8 @@ def average(folders: Sequence[Path], output: Path, weights: Sequence[float] | No
 
     Raises:
         ConfigError: weights that make no mean.
-        CheckpointError: the models do not fit each other, cannot be read, or ``output`` is there.
+        CheckpointError: the models do not fit each other, cannot be read or hold values that are not finite, or
+            ``output`` is there.
     """
     shares = _shares(len(folders), weights)
     _require_models(folders)
@@ -57,10 +58,11 @@ def average(folders: Sequence[Path], output: Path, weights: Sequence[float] | No
             writer.finish()
             hf_io.write_index(staging, plans, tensors)
             hf_io.copy_companions(folders[0], staging, (hf_io.CONFIG, hf_io.GENERATION, *hf_io.TOKENIZER_FILES))
-        except BaseException:
-            shutil.rmtree(staging)
-            raise
-    hf_io.publish(output)
+            hf_io.publish(output)
+        except OSError as error:
+            raise CheckpointError(f"the average cannot be written to {output}", got=error) from error
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
 
 
 def _shares(count: int, weights: Sequence[float] | None) -> list[float]:
@@ -112,5 +114,20 @@ def _mean(name: str, models: Sequence[HfModel], shares: Sequence[float]) -> Tens
         return first
     total = torch.zeros(box[1], dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     for model, share in zip(models, shares, strict=True):
-        total.add_(model.read(name, box), alpha=share)
-    return total
+        part = model.read(name, box)
+        if not part.isfinite().all():
+            raise CheckpointError(
+                f"{name} holds NaN or infinite values, and has no mean",
+                got=model.folder,
+                fix="verify FOLDER tells all such tensors; leave the folder out",
+            )
+        total.add_(part, alpha=share)
+    mean = total.to(dtype)
+    if not mean.isfinite().all():
+        raise CheckpointError(
+            f"the mean of {name} does not fit {dtype}",
+            got=f"values up to {total.abs().max():.4g}",
+            allowed=f"up to {torch.finfo(dtype).max:.4g}: the dtype of the first folder",
+            fix="give a folder with another dtype first",
+        )
+    return mean

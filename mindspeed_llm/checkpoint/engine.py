@@ -496,7 +496,7 @@ def _complete(
     hf_io.publish(out)
 
 
-def _together(groups: ParallelGroups, out: Path, action: Callable[[], None], *, here: bool = True) -> None:
+def _together(groups: ParallelGroups, out: Path, action: Callable[[], object], *, here: bool = True) -> None:
     """What goes wrong on one rank is an error on all, rather than a wait for the one that left. Collective.
 
     Args:

@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,77 @@ class InUse(CheckpointError):
     """Another run writes to the folder, and it is that run's to write to."""
 
 
+class Mark:
+    """That this process writes to a folder.
+
+    Args:
+        root: the ``--save`` folder.
+        beat: seconds between two touches.
+    """
+
+    def __init__(self, root: Path, beat: float) -> None:
+        self.root = root
+        self.path = root / NAME
+        self._beat = beat
+        pid, host = os.getpid(), socket.gethostname()
+        self._mine = {"host": host, "system": system(), "pid": pid, "start": started(pid), "since": time.ctime()}
+
+    def stands(self) -> bool:
+        """Whether it is there."""
+        return _read(self.path) == self._mine
+
+    def set(self, pause: Callable[[float], None] = time.sleep) -> None:
+        """Put it there; the folder is made if need be.
+
+        Args:
+            pause: waits so many seconds, as long as another's mark has to be watched.
+
+        Raises:
+            InUse: another run writes there.
+            OSError: the folder cannot be written to.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        draft = self.root / f"{NAME}.{socket.gethostname()}.{os.getpid()}"
+        try:
+            draft.write_text(json.dumps(self._mine))
+            while True:
+                try:
+                    _claim(draft, self.path)
+                    break
+                except FileExistsError:
+                    _take_away(self.path, self._beat, pause)
+        finally:
+            draft.unlink(missing_ok=True)
+
+    def renew(self) -> None:
+        """Before something is written: a folder that was deleted or moved away meanwhile is made again, and marked.
+
+        Raises:
+            InUse: another run has begun to write there.
+            OSError: the folder cannot be written to.
+        """
+        if self.stands():
+            return
+        theirs = _read(self.path)
+        if theirs is not None:
+            raise _refusal(self.path, theirs)
+        logger.warning(
+            "--save %s was deleted, moved or emptied since the last save: this run goes on saving there, and holds no"
+            " other copy of what was in it",
+            self.root,
+        )
+        self.set()
+
+    def touch(self) -> None:
+        """Show that this process lives."""
+        # Storage may be away for a while; what it holds then is nobody's to judge.
+        with suppress(OSError):
+            if self.stands():
+                os.utime(self.path)
+
+
 @contextmanager
-def hold(root: Path, *, beat: float = BEAT) -> Generator[None]:
+def hold(root: Path, *, beat: float = BEAT, pause: Callable[[float], None] = time.sleep) -> Generator[Mark]:
     """Mark ``root`` as written to by this process, until the block ends.
 
     A mark whose process is gone from this machine does not count, so a killed run can be started again at once. That a
@@ -40,41 +109,27 @@ def hold(root: Path, *, beat: float = BEAT) -> Generator[None]:
     Args:
         root: the ``--save`` folder; made if need be.
         beat: seconds between two touches.
+        pause: waits so many seconds, as long as another's mark has to be watched.
 
     Raises:
         InUse: another run writes there.
         OSError: the folder cannot be written to.
     """
-    root.mkdir(parents=True, exist_ok=True)
-    mark, draft = root / NAME, root / f"{NAME}.{socket.gethostname()}.{os.getpid()}"
-    pid = os.getpid()
-    mine = {"host": socket.gethostname(), "system": system(), "pid": pid, "start": started(pid), "since": time.ctime()}
-    try:
-        draft.write_text(json.dumps(mine))
-        while True:
-            try:
-                _claim(draft, mark)
-                break
-            except FileExistsError:
-                _take_away(mark, beat)
-    finally:
-        draft.unlink(missing_ok=True)
+    mark = Mark(root, beat)
+    mark.set(pause)
     ended = threading.Event()
-    threading.Thread(target=_keep_touching, args=(mark, mine, beat, ended), daemon=True).start()
+    threading.Thread(target=_keep_touching, args=(mark, beat, ended), daemon=True).start()
     try:
-        yield
+        yield mark
     finally:
         ended.set()
-        if _read(mark) == mine:
-            mark.unlink(missing_ok=True)
+        if mark.stands():
+            mark.path.unlink(missing_ok=True)
 
 
-def _keep_touching(mark: Path, mine: dict[str, Any], beat: float, ended: threading.Event) -> None:
+def _keep_touching(mark: Mark, beat: float, ended: threading.Event) -> None:
     while not ended.wait(beat):
-        # Storage may be away for a while; what it holds then is nobody's to judge.
-        with suppress(OSError):
-            if _read(mark) == mine:
-                os.utime(mark)
+        mark.touch()
 
 
 def _claim(draft: Path, mark: Path) -> None:
@@ -89,19 +144,15 @@ def _claim(draft: Path, mark: Path) -> None:
             file.write(draft.read_text())
 
 
-def _take_away(mark: Path, beat: float) -> None:
+def _take_away(mark: Path, beat: float, pause: Callable[[float], None]) -> None:
     theirs = _read(mark)
     if theirs is not None:
         if theirs.get("system") is not None and theirs["system"] == system():
             alive = theirs["start"] == started(theirs["pid"])
         else:
-            alive = _touches(mark, beat, theirs)
+            alive = _touches(mark, beat, pause, theirs)
         if alive:
-            raise InUse(
-                f"another run writes to --save {mark.parent}",
-                got=f"process {theirs['pid']} on {theirs['host']}, since {theirs['since']}",
-                fix="another --save, or wait for it",
-            )
+            raise _refusal(mark, theirs)
     gone = mark.with_name(f"{NAME}.gone.{socket.gethostname()}.{os.getpid()}")
     with suppress(FileNotFoundError):
         mark.rename(gone)
@@ -112,12 +163,20 @@ def _take_away(mark: Path, beat: float) -> None:
         gone.unlink()
 
 
-def _touches(mark: Path, beat: float, theirs: dict[str, Any]) -> bool:
+def _refusal(mark: Path, theirs: dict[str, Any]) -> InUse:
+    return InUse(
+        f"another run writes to --save {mark.parent}",
+        got=f"process {theirs['pid']} on {theirs['host']}, since {theirs['since']}",
+        fix="another --save, or wait for it",
+    )
+
+
+def _touches(mark: Path, beat: float, pause: Callable[[float], None], theirs: dict[str, Any]) -> bool:
     """Whether the mark of a process elsewhere changes within :data:`PATIENCE` beats."""
     logger.warning("%s is marked by a process on %s; watching whether it lives", mark.parent, theirs["host"])
     before = _changed(mark)
     for _ in range(PATIENCE):
-        time.sleep(beat)
+        pause(beat)
         if _changed(mark) != before:
             return True
     return False

@@ -108,6 +108,7 @@ def begin(
     *,
     background: bool = False,
     group: Any = None,
+    before: Callable[[], None] = lambda: None,
 ) -> Save:
     """Start the save of ``iteration``. Collective, and so is :meth:`Save.finish`, which must follow.
 
@@ -118,13 +119,15 @@ def begin(
         metadata: how the optimizer's state was cut, kept with the save for the load.
         background: copy the tensors and write in a thread, rather than write before this returns.
         group: spread what its ranks hold alike over all of them (``--ckpt-fully-parallel-save``).
+        before: rank 0 does it first.
 
     Raises:
-        CheckpointError: the folder cannot be made, or is not the same for all ranks; on all ranks.
+        CheckpointError: that of ``before``; the folder cannot be made, or is not the same for all ranks; on all ranks.
     """
     draft = draft_folder(root, iteration)
 
     def make() -> None:
+        before()
         clear(root, "tmp")
         draft.mkdir(parents=True)
 
@@ -147,15 +150,19 @@ def together(action: Callable[[], None], what: str) -> None:
     """Rank 0 acts; what goes wrong is an error on every rank rather than a wait for the one that left. Collective.
 
     Raises:
-        CheckpointError: ``what``, with the reason.
+        CheckpointError: that of the action; or ``what``, with the reason.
     """
-    failure: list[str | None] = [None]
+    failure: list[CheckpointError | str | None] = [None]
     if dist.get_rank() == 0:
         try:
             action()
+        except CheckpointError as error:
+            failure = [error]
         except (OSError, RuntimeError, MemoryError, _Told) as error:
             failure = [str(error) if isinstance(error, _Told) else _describe(error)]
     dist.broadcast_object_list(failure, device=current().torch_device)
+    if isinstance(failure[0], CheckpointError):
+        raise failure[0]
     if failure[0] is not None:
         raise CheckpointError(what, got=failure[0], fix="earlier saves are as they were; see to the disk, or --save")
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import platform
+import time
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import mindspeed_llm
-from mindspeed_llm.checkpoint.in_use import hold
+from mindspeed_llm.checkpoint.in_use import Mark, hold
 from mindspeed_llm.config.resolve import format_non_default
 from mindspeed_llm.config.run import RunConfig
 from mindspeed_llm.data.datasets import prepare_raw, split_sizes, tokenizer_of
@@ -60,30 +63,50 @@ def _pretrain(cfg: RunConfig) -> None:
         logger.info("configuration, values that are not defaults:\n%s", format_non_default(cfg))
         for notice in cfg.notices:
             logger.info("note: %s", notice)
-    with _only_writer(cfg):
-        _run(cfg, origin, with_data, tokenizer)
+    with _only_writer(cfg) as mark:
+        _run(cfg, origin, with_data, tokenizer, mark)
+
+
+_WATCHING = "another's mark is being watched"
 
 
 @contextmanager
-def _only_writer(cfg: RunConfig) -> Generator[None]:
-    """No other run writes to ``--save`` meanwhile, or every rank says which. Collective."""
+def _only_writer(cfg: RunConfig) -> Generator[Mark | None]:
+    """No other run writes to ``--save`` meanwhile, or every rank says which; the mark is rank 0's. Collective."""
     with ExitStack() as stack:
-        refusal: list[CheckpointError | None] = [None]
+        mark, refusal = None, None
         if cfg.checkpoint.save is not None and dist.get_rank() == 0:
             try:
-                stack.enter_context(hold(Path(cfg.checkpoint.save)))
+                mark = stack.enter_context(hold(Path(cfg.checkpoint.save), pause=partial(_pause, cfg)))
             except CheckpointError as error:
-                refusal = [error]
+                refusal = error
             except OSError as error:
                 got = f"{cfg.checkpoint.save}: {error.strerror}"
-                refusal = [CheckpointError("--save cannot be written to", got=got, fix="another --save, or more room")]
-        dist.broadcast_object_list(refusal, device=current().torch_device)
-        if refusal[0] is not None:
-            raise refusal[0]
-        yield
+                refusal = CheckpointError("--save cannot be written to", got=got, fix="another --save, or more room")
+        refusal = _from_first_rank(refusal)
+        while refusal == _WATCHING:
+            refusal = _from_first_rank(None)
+        if refusal is not None:
+            raise refusal
+        yield mark
 
 
-def _run(cfg: RunConfig, origin: Origin, with_data: RunConfig, tokenizer: Tokenizer | None) -> None:
+def _pause(cfg: RunConfig, seconds: float) -> None:
+    """Rank 0 waits, and tells the others so now and then, whose patience is that of a collective."""
+    end, patience = time.monotonic() + seconds, 60 * cfg.distributed.distributed_timeout_minutes
+    while (left := end - time.monotonic()) > 0:
+        time.sleep(min(left, patience / 4))
+        _from_first_rank(_WATCHING)
+
+
+@phase("setup")
+def _from_first_rank(said: Any) -> Any:
+    told = [said]
+    dist.broadcast_object_list(told, device=current().torch_device)
+    return told[0]
+
+
+def _run(cfg: RunConfig, origin: Origin, with_data: RunConfig, tokenizer: Tokenizer | None, mark: Mark | None) -> None:
     total = total_iterations(cfg)
     data, held_out = open_streams(with_data, tokenizer) if tokenizer else (None, {})
     run = _set_up(cfg, origin)
@@ -92,7 +115,7 @@ def _run(cfg: RunConfig, origin: Origin, with_data: RunConfig, tokenizer: Tokeni
         streams = data.open(run.progress.consumed_samples)
     reporter = Reporter(cfg, total)
     reporter.start(_start_row(run, origin, total))
-    hooks = Hooks(streams, held_out, Saver(run), _exporter(run), data)
+    hooks = Hooks(streams, held_out, Saver(run, mark), _exporter(run), data)
     kept = origin.kind == "checkpoint" and origin.folder == Path(cfg.checkpoint.save or "")
     train(run, pretraining, hooks, reporter, saved_at=origin.iteration if kept else -1)
     reporter.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import json
 import logging
 import math
@@ -41,12 +42,8 @@ class MetricsFile:
     """One JSON object per line; values that are not finite are null."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Whole lines without a buffer: a row that does not fit on the disk is not tried again when the file is closed.
-        self.file = path.open("ab", buffering=0)
-        if self.file.tell() and not _ends_with_a_line(path):
-            # A row that was cut off must not take the next one along.
-            self._append(b"\n")
+        self.path = path
+        self._open()
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append ``row`` and hand it to the system at once.
@@ -55,15 +52,32 @@ class MetricsFile:
             SuiteError: the disk does not take it.
         """
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        self._append((json.dumps(finite) + "\n").encode())
+        try:
+            if not self._is_in_place():
+                logger.warning("%s was deleted or moved during the run: the metrics go on in a new file", self.path)
+                self.file.close()
+                self._open()
+            self._append((json.dumps(finite) + "\n").encode())
+        except OSError as error:
+            raise SuiteError("the metrics cannot be written", got=f"{self.path}: {error.strerror}") from error
+
+    def _open(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # Whole lines without a buffer: a row that does not fit on the disk is not tried again when the file is closed.
+        self.file = self.path.open("ab", buffering=0)
+        if self.file.tell() and not _ends_with_a_line(self.path):
+            # A row that was cut off must not take the next one along.
+            self._append(b"\n")
+
+    def _is_in_place(self) -> bool:
+        try:
+            return os.path.samestat(self.path.stat(), os.fstat(self.file.fileno()))
+        except FileNotFoundError:
+            return False
 
     def _append(self, line: bytes) -> None:
-        try:
-            written = self.file.write(line)
-        except OSError as error:
-            raise SuiteError("the metrics cannot be written", got=f"{self.file.name}: {error.strerror}") from error
-        if written != len(line):
-            raise SuiteError("the metrics cannot be written", got=f"{self.file.name}: the disk is full")
+        if self.file.write(line) != len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         """Close the file."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from mindspeed_llm.checkpoint import mcore_io
 from mindspeed_llm.checkpoint.folders import NON_PERSISTENT, require_save, retire
+from mindspeed_llm.checkpoint.in_use import Mark
 from mindspeed_llm.checkpoint.saving import Save, begin
 from mindspeed_llm.config.resolve import ARCHITECTURE_FIELDS
 from mindspeed_llm.config.run import RunConfig
@@ -104,10 +105,16 @@ def _state(run: Run, metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 class Saver:
-    """The saves of a run under ``--save``, of which at most one is under way. All methods are collective."""
+    """The saves of a run under ``--save``, of which at most one is under way. All methods are collective.
 
-    def __init__(self, run: Run) -> None:
+    Args:
+        run: the run.
+        mark: on rank 0, that this run writes there.
+    """
+
+    def __init__(self, run: Run, mark: Mark | None = None) -> None:
         self.run = run
+        self._mark = mark
         self._pending: tuple[Save, bool] | None = None
 
     @phase("save")
@@ -123,6 +130,7 @@ class Saver:
             persistent: else the save is one of those of which only the newest is kept.
 
         Raises:
+            InUse: another run has begun to write to the folder.
             CheckpointError: it cannot be written, or the one before could not; earlier saves are untouched.
         """
         self.finish()
@@ -143,10 +151,15 @@ class Saver:
             metadata,
             background=checkpoint.async_save and not last,
             group=data_group() if spread else None,
+            before=self._renew_mark,
         )
         self._pending = save, persistent
         if not checkpoint.async_save or last:
             self.finish()
+
+    def _renew_mark(self) -> None:
+        if self._mark is not None:
+            self._mark.renew()
 
     @phase("save")
     def poll(self) -> None:

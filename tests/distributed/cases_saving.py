@@ -5,9 +5,13 @@ from __future__ import annotations
 import errno
 import hashlib
 import itertools
+import json
+import shutil
 import threading
 import time
 from dataclasses import replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +19,20 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_llm import api
-from mindspeed_llm.checkpoint import hf_io, saving
+from mindspeed_llm.checkpoint import hf_io, in_use, saving
 from mindspeed_llm.checkpoint.folders import complete_iterations, latest_iteration
+from mindspeed_llm.config.resolve import from_values
 from mindspeed_llm.errors import CheckpointError
+from mindspeed_llm.training import loop, pretrain
 from mindspeed_llm.training.objective import pretraining
 from mindspeed_llm.training.save_load import Saver
 from mindspeed_llm.training.state import Run
 from mindspeed_llm.training.step import train_step
 from tests.distributed.cases_core import recipe
-from tests.distributed.cases_pretrain import command
+from tests.distributed.cases_pretrain import SMALLEST, command
 from tests.parity.case import micro_batches
+
+ELSEWHERE = {"host": "elsewhere", "system": "x", "pid": 7, "start": "1", "since": "then"}
 
 
 def run_of(folder: str, layout: str, tokens: torch.Tensor, **checkpoint: Any) -> tuple[Run, Any]:
@@ -133,6 +141,41 @@ def failing_export(argv: list[str], rank: int, where: str) -> dict[str, Any]:
     finally:
         setattr(owner, name, original)
     return {"code": found["code"], "err": found["err"]}
+
+
+def disturbed(argv: list[str], save: str, how: str) -> dict[str, Any]:
+    """A run whose ``--save`` is deleted, or begun to be written to by another run, before its third step."""
+    train_step, root, steps = loop.train_step, Path(save), itertools.count(1)
+
+    def stepping(*args: Any) -> Any:
+        if next(steps) == 3 and dist.get_rank() == 0:
+            if how == "deleted":
+                shutil.rmtree(root)
+            else:
+                (root / in_use.NAME).write_text(json.dumps(ELSEWHERE))
+        return train_step(*args)
+
+    loop.train_step = stepping
+    try:
+        found = command(argv)
+    finally:
+        loop.train_step = train_step
+    return {"code": found["code"], "err": found["err"]}
+
+
+def watching(root: str) -> bool:
+    """Whether the folder is this run's, after the mark of a process elsewhere was watched for longer than a collective
+    may last."""
+    minutes, beat = 1 / 60, 0.3
+    assert beat * in_use.PATIENCE > 60 * minutes
+    dist.init_process_group("gloo", timeout=timedelta(minutes=minutes))
+    cfg = from_values({**SMALLEST, "save": root, "distributed_timeout_minutes": minutes}, world_size=2)
+    original, pretrain.hold = pretrain.hold, partial(in_use.hold, beat=beat)
+    try:
+        with pretrain._only_writer(cfg) as mark:
+            return mark is None or mark.stands()
+    finally:
+        pretrain.hold = original
 
 
 def unwritable(folder: str, layout: str, tokens: torch.Tensor, root: str) -> str:

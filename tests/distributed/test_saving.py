@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import mindspeed_llm.core  # noqa: F401  the seam comes first
-from mindspeed_llm.checkpoint.folders import latest_iteration
-from tests.distributed.launch import TINY, placed, write_corpus
+from mindspeed_llm.checkpoint.folders import complete_iterations, latest_iteration
+from mindspeed_llm.checkpoint.in_use import NAME
+from mindspeed_llm.training.failure import RECORD
+from tests.distributed.cases_saving import ELSEWHERE
+from tests.distributed.launch import TINY, placed, read_rows, write_corpus
 from tests.distributed.pool import Pool
 from tests.fixtures import hf_folder
 from tests.parity.layouts import parse_layout
@@ -84,6 +88,36 @@ def test_a_full_disk_while_exporting_is_every_ranks_error(
         assert "Traceback" not in result["err"]
     assert [path.name for path in tmp_path.iterdir()] == ["saves"]
     assert latest_iteration(tmp_path / "saves") == 1
+
+
+@pytest.mark.parametrize("how", ["deleted", "taken"])
+def test_a_folder_that_goes_away_during_a_run(pool: Pool, tmp_path: Path, folder: str, corpus: str, how: str) -> None:
+    """A run whose saves were deleted saves again and says so; from one that another run has begun it keeps off."""
+    saves = tmp_path / "saves"
+    more = {"--save": saves, "--save-interval": 2, "--train-iters": 5}
+    world, argv = placed({**TINY, "--load": folder, "--data-path": corpus, **more}, "dp2")
+    target = f"{HERE}:disturbed"
+    results = pool.run(target, world, process_group=False, argv=argv, save=str(saves), how=how)
+    if how == "deleted":
+        assert [result["code"] for result in results] == [0, 0]
+        assert f"--save {saves} was deleted" in results[0]["err"]
+        assert sorted(path.name for path in saves.iterdir()) == [
+            "iter_0000004", "iter_0000005", "latest_checkpointed_iteration.txt", "metrics.jsonl",
+        ]  # fmt: skip
+        assert [row["iteration"] for row in read_rows(saves / "metrics.jsonl")] == [3, 4, 5]
+    else:
+        for result in results:
+            assert result["code"] == 1
+            assert f"another run writes to --save {saves}" in result["err"]
+            assert "Traceback" not in result["err"]
+        assert json.loads((saves / NAME).read_text()) == ELSEWHERE
+        assert complete_iterations(saves) == [2]
+        assert not (saves / RECORD).exists()
+
+
+def test_a_mark_may_be_watched_for_longer_than_a_collective_may_last(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / NAME).write_text(json.dumps(ELSEWHERE))
+    assert pool.run(f"{HERE}:watching", 2, process_group=False, root=str(tmp_path)) == [True, True]
 
 
 def test_a_folder_that_cannot_be_made_is_every_ranks_error(pool: Pool, tmp_path: Path, folder: str) -> None:

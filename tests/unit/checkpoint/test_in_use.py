@@ -87,3 +87,24 @@ def test_the_mark_is_touched(tmp_path: Path) -> None:
         while (tmp_path / NAME).stat().st_mtime_ns == before:
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+def test_a_mark_that_went_with_its_folder_is_set_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root, moved = tmp_path / "saves", tmp_path / "moved"
+    with hold(root) as mark:
+        mark.renew()
+        assert not caplog.text
+        root.rename(moved)
+        mark.renew()
+        assert json.loads((root / NAME).read_text())["pid"] == os.getpid()
+        assert f"--save {root} was deleted, moved or emptied" in caplog.text
+    assert list(root.iterdir()) == []
+
+
+def test_a_folder_that_another_run_has_begun_to_write_to_is_left_to_it(tmp_path: Path) -> None:
+    theirs = json.dumps({"host": "elsewhere", "system": "x", "pid": 7, "start": "1", "since": "then"})
+    with hold(tmp_path) as mark:
+        (tmp_path / NAME).write_text(theirs)
+        with pytest.raises(InUse, match="process 7 on elsewhere"):
+            mark.renew()
+    assert (tmp_path / NAME).read_text() == theirs

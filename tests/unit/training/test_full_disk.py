@@ -50,3 +50,17 @@ def test_a_row_that_was_cut_off_takes_no_other_along(tmp_path: Path) -> None:
         metrics.write({"kind": "start"})
         metrics.close()
     assert path.read_text() == '{"kind": "train"}\n{"kind": "tra\n{"kind": "start"}\n{"kind": "start"}\n'
+
+
+def test_rows_go_on_where_the_file_was_deleted_or_moved(tmp_path: Path) -> None:
+    folder, moved = tmp_path / "saves", tmp_path / "moved"
+    metrics = MetricsFile(folder / "metrics.jsonl")
+    metrics.write({"kind": "start"})
+    folder.rename(moved)
+    metrics.write({"kind": "train"})
+    (folder / "metrics.jsonl").unlink()
+    folder.rmdir()
+    metrics.write({"kind": "valid"})
+    metrics.close()
+    assert (moved / "metrics.jsonl").read_text() == '{"kind": "start"}\n'
+    assert (folder / "metrics.jsonl").read_text() == '{"kind": "valid"}\n'
