@@ -10,7 +10,6 @@ on one rank between megatron-core's barriers leaves the others waiting.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 from collections import OrderedDict
@@ -25,14 +24,23 @@ import torch
 import mindspeed_llm.core  # noqa: F401 - the device seam comes before megatron.core
 from mindspeed_llm.config.data import DataConfig
 from mindspeed_llm.config.run import RunConfig
-from mindspeed_llm.config.tokenizer import TokenizerConfig
 from mindspeed_llm.data.fim import FillInTheMiddle, build_fim, sample_random
 from mindspeed_llm.data.indexed import IndexSummary, bin_path, idx_path, read_index
 from mindspeed_llm.data.indices import Epochs, Indices, build_indices, load_indices, save_indices
+from mindspeed_llm.data.inputs import (
+    DEFAULT_SPLIT,
+    SPLITS,
+    Blend,
+    read_blend,
+    read_splits,
+    read_text,
+    with_files_read,
+    words_read,
+)
 from mindspeed_llm.data.manifest import check_tokenizer
 from mindspeed_llm.data.once import PACE
 from mindspeed_llm.data.raw import RawSettings, is_raw, prepared_prefix
-from mindspeed_llm.data.tokenizer import NULL_TYPE, Tokenizer, build_tokenizer, tokenizer_file
+from mindspeed_llm.data.tokenizer import Tokenizer
 from mindspeed_llm.errors import DataError
 
 from megatron.core import parallel_state
@@ -43,12 +51,9 @@ from megatron.core.datasets.utils import Split
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_SPLIT = "969,30,1"
-_SPLITS = ("train", "valid", "test")
 _NO_PAD = -1
 """An id that no text holds: megatron-core masks the loss of positions with the padding id."""
 
-Blend = tuple[list[str], list[float] | None]
 Datasets = tuple[Any | None, Any | None, Any | None]
 
 
@@ -141,56 +146,6 @@ class PretrainDataset(GPTDataset):
         return load_indices(folder, name) or indices
 
 
-def tokenizer_of(cfg: RunConfig) -> Tokenizer:
-    """The tokenizer of a run: the one named, else that of the Hugging Face folder it starts from, else bare ids.
-
-    Raises:
-        DataError: when it is missing, cannot be read, or has ids for which the model has no row.
-    """
-    named, kind = cfg.tokenizer.tokenizer_name_or_path, cfg.tokenizer.tokenizer_type
-    if named is None and kind is None:
-        places = (cfg.checkpoint.load, cfg.checkpoint.pretrained_checkpoint, cfg.model.hf_config)
-        folders = [folder for folder in places if folder is not None]
-        named = next((folder for folder in folders if tokenizer_file(folder) is not None), None)
-    if kind is None:
-        kind = NULL_TYPE if named is None else "PretrainedFromHF"
-    rows = cfg.model.vocab_size
-    if kind == NULL_TYPE:
-        # The last of the model's ids ends a document; Megatron's NullTokenizer needs one row more than it is told.
-        return build_tokenizer(TokenizerConfig(NULL_TYPE), rows and rows - 1)
-    tokenizer = build_tokenizer(replace(cfg.tokenizer, tokenizer_name_or_path=named), rows)
-    if rows is not None and tokenizer.vocab_size > rows:
-        raise DataError(
-            "The tokenizer has more ids than the model's vocabulary has rows.",
-            got=f"{tokenizer.vocab_size} ids of {named or cfg.tokenizer.vocab_file}, --vocab-size {rows}",
-            fix="the tokenizer of this model, or a larger --vocab-size for a model trained from scratch",
-        )
-    return tokenizer
-
-
-def split_sizes(cfg: RunConfig) -> tuple[int, int, int]:
-    """Samples that training, validation and testing read.
-
-    Every evaluation of a run is over the same held-out samples, so their losses compare; Megatron-LM goes on to other
-    samples each time.
-    """
-    training, data = cfg.training, _with_files_read(cfg.data)
-    batch = training.global_batch_size or 0
-    train = training.train_samples or (training.train_iters or 0) * batch
-    held_out = training.eval_iters * batch
-    if data.train_data_path is None and data.valid_data_path is None and data.test_data_path is None:
-        # A share of 0, as in 99,1,0, says that there is nothing to evaluate on.
-        shares = [float(share) for share in (data.split or DEFAULT_SPLIT).replace("/", ",").split(",")]
-        valid, test = (held_out if share > 0 else 0 for share in [*shares, 0.0, 0.0][1:3])
-        return train, valid, test
-    given = (data.train_data_path, data.valid_data_path, data.test_data_path)
-    sizes = [
-        0 if path is None and name != "train" else size
-        for name, path, size in zip(("train", "valid", "test"), given, (train, held_out, held_out), strict=True)
-    ]
-    return sizes[0], sizes[1], sizes[2]
-
-
 def prepare_raw(cfg: RunConfig, tokenizer: Tokenizer, sizes: Sequence[int]) -> RunConfig:
     """Prepare the raw files among the data paths, or find them prepared.
 
@@ -218,13 +173,11 @@ def prepare_raw(cfg: RunConfig, tokenizer: Tokenizer, sizes: Sequence[int]) -> R
     )
     patience = 60 * cfg.distributed.distributed_timeout_minutes
     pace = replace(PACE, stale=min(PACE.stale, patience))
-    data = _with_files_read(data)
-    wanted = {"data_path": any(sizes), "train_data_path": sizes[0], "valid_data_path": sizes[1],
-              "test_data_path": sizes[2]}  # fmt: skip
+    data = with_files_read(data)
     changed = {
         name: _with_prefixes(words, name, lambda word: prepared_prefix(word, tokenizer, settings, pace))
-        for name, is_read in wanted.items()
-        if is_read and (words := getattr(data, name)) and any(map(is_raw, words))
+        for name, words in words_read(data, sizes).items()
+        if any(map(is_raw, words))
     }
     return replace(cfg, data=replace(data, **changed)) if changed else cfg
 
@@ -327,14 +280,14 @@ def _dataset_tokenizer(tokenizer: Tokenizer) -> _DatasetTokenizer:
 
 def _dataset_arguments(data: DataConfig) -> dict[str, Any]:
     """The fields of GPTDatasetConfig that say which data is read for what."""
-    joint = _blend(data.data_path, "--data-path")
+    joint = read_blend(data.data_path, "--data-path")
     per_split = [
-        _blend(data.train_data_path, "--train-data-path"),
-        _blend(data.valid_data_path, "--valid-data-path"),
-        _blend(data.test_data_path, "--test-data-path"),
+        read_blend(data.train_data_path, "--train-data-path"),
+        read_blend(data.valid_data_path, "--valid-data-path"),
+        read_blend(data.test_data_path, "--test-data-path"),
     ]
     if data.data_args_path is not None:
-        joint = _blend(_read_text(data.data_args_path).split(), "--data-args-path")
+        joint = read_blend(read_text(data.data_args_path).split(), "--data-args-path")
     if data.per_split_data_args_path is not None:
         per_split = _per_split_from_file(data.per_split_data_args_path)
     given = [joint is not None, any(blend is not None for blend in per_split), data.mock_data]
@@ -352,83 +305,17 @@ def _dataset_arguments(data: DataConfig) -> dict[str, Any]:
 
 
 def _per_split_from_file(path: str) -> list[Blend | None]:
-    content = _read_splits(path)
-    return [_blend(content[name], f"{path}: {name}") for name in _SPLITS]
-
-
-def _read_splits(path: str) -> dict[str, list[str]]:
-    try:
-        content = json.loads(_read_text(path))
-    except ValueError as error:
-        raise DataError(
-            "The file is not valid JSON.", got=f"{path}: {error}", fix="--per-split-data-args-path"
-        ) from error
-    if not isinstance(content, dict) or not all(isinstance(content.get(name) or [], list) for name in _SPLITS):
-        raise DataError(
-            "The file holds no lists of data paths.",
-            got=path,
-            allowed='{"train": ["1.0", "PREFIX", ...], "valid": [...], "test": [...]}',
-            fix="--per-split-data-args-path",
-        )
-    return {name: [str(word) for word in content.get(name) or []] for name in _SPLITS}
-
-
-def _with_files_read(data: DataConfig) -> DataConfig:
-    """``data`` with what the files of data paths say in place of these files."""
-    if data.data_args_path is not None:
-        data = replace(data, data_path=tuple(_read_text(data.data_args_path).split()), data_args_path=None)
-    if data.per_split_data_args_path is not None:
-        content = _read_splits(data.per_split_data_args_path)
-        paths = {f"{name}_data_path": tuple(content[name]) or None for name in _SPLITS}
-        data = replace(data, **paths, per_split_data_args_path=None)
-    return data
+    content = read_splits(path)
+    return [read_blend(content[name], f"{path}: {name}") for name in SPLITS]
 
 
 def _with_prefixes(words: Sequence[str], field_name: str, locate: Callable[[str], str]) -> tuple[str, ...]:
     """``words`` with ``locate`` of each raw one; weights stay, even where a file has such a name."""
-    blend = _blend(words, f"--{field_name.replace('_', '-')}")
+    blend = read_blend(words, f"--{field_name.replace('_', '-')}")
     weighted = blend is not None and blend[1] is not None
     return tuple(
         word if (weighted and place % 2 == 0) or not is_raw(word) else locate(word) for place, word in enumerate(words)
     )
-
-
-def _read_text(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise DataError("A file of data paths cannot be read.", got=f"{path}: {error.strerror}") from error
-
-
-def _blend(words: Sequence[str] | None, flag: str) -> Blend | None:
-    """Read ``[prefix ...]`` or ``[weight prefix ...]`` as Megatron does, except that a mixture is an error.
-
-    A list of even length whose words at even places are all numbers is weighted.
-    """
-    if not words:
-        return None
-    weights = [_number(word) for word in words[::2]] if len(words) % 2 == 0 else [None]
-    if all(weight is None for weight in weights):
-        return [_prefix(word) for word in words], None
-    known = [weight for weight in weights if weight is not None]
-    if len(known) < len(weights) or min(known) <= 0:
-        raise DataError(
-            "Weights and paths must alternate, and weights be above 0.",
-            got=f"{flag} {' '.join(words)}",
-            allowed="PREFIX ..., or WEIGHT PREFIX WEIGHT PREFIX ...",
-        )
-    return [_prefix(word) for word in words[1::2]], known
-
-
-def _number(word: str) -> float | None:
-    try:
-        return float(word)
-    except ValueError:
-        return None
-
-
-def _prefix(word: str) -> str:
-    return word.strip().removesuffix(".bin").removesuffix(".idx")
 
 
 def _drop_unwanted_splits(config: PretrainDatasetConfig, sizes: Sequence[int]) -> None:

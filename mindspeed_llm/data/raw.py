@@ -78,6 +78,17 @@ def is_raw(word: str) -> bool:
     return os.path.exists(word) and not idx_path(word).is_file()
 
 
+def require_tokenizer(word: str, tokenizer: Tokenizer) -> TextTokenizer:
+    """``tokenizer``, which must be one that reads text.
+
+    Raises:
+        DataError: it is none.
+    """
+    if isinstance(tokenizer, NullTokenizer):
+        raise DataError("Raw data needs a tokenizer.", got=word, fix="--tokenizer-name-or-path with that of the model")
+    return tokenizer
+
+
 def prepared_prefix(word: str, tokenizer: Tokenizer, settings: RawSettings, pace: Pace = PACE) -> str:
     """The prefix of the dataset made from ``word``, which is prepared now unless it was before.
 
@@ -94,8 +105,7 @@ def prepared_prefix(word: str, tokenizer: Tokenizer, settings: RawSettings, pace
         DataError: there is no tokenizer, the files cannot be prepared, changed meanwhile, or are not those that were
             prepared; or there is no place to write to.
     """
-    if isinstance(tokenizer, NullTokenizer):
-        raise DataError("Raw data needs a tokenizer.", got=word, fix="--tokenizer-name-or-path with that of the model")
+    tokenizer = require_tokenizer(word, tokenizer)
     files = _look_at(word)
     path = Path(os.path.abspath(word))
     root = Path(settings.cache or path.parent, _FOLDER)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import json
@@ -18,6 +19,8 @@ from mindspeed_llm.models.family import ModelFamily
 
 ENTRY_POINT_GROUP = "mindspeed_llm.families"
 CONFIG = "config.json"
+CONFIGS = Path(__file__).with_name("configs")
+"""A folder for each published model whose architecture ``--hf-config`` knows by name."""
 _NOT_FAMILIES = frozenset({"family", "blocks", "registry"})
 
 
@@ -66,6 +69,32 @@ def family_for(hf_config: Mapping[str, Any]) -> ModelFamily:
     )
 
 
+def packaged_configs() -> Mapping[str, Path]:
+    """Folders with the config.json of published models, by the model's name, in the order of the names."""
+    return {path.parent.name: path.parent for path in sorted(CONFIGS.glob(f"*/{CONFIG}"))}
+
+
+def hf_config_path(given: str) -> Path:
+    """What ``--hf-config`` names: a folder or file that is there, else the folder of the published model of that name.
+
+    Raises:
+        ConfigError: neither is there; the message has the names that come near.
+    """
+    path = Path(given)
+    if (path.suffix == ".json" and path.is_file()) or (path / CONFIG).is_file():
+        return path
+    known = packaged_configs()
+    if given in known:
+        return known[given]
+    by_key = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(path.name.lower(), by_key, n=4, cutoff=0.5) or sorted(by_key)
+    raise ConfigError(
+        f"--hf-config: there is no {path / CONFIG if path.is_dir() else path}, and no published model of that name",
+        allowed=f"a folder with {CONFIG}, such a file, or a name such as {', '.join(by_key[key] for key in near)}",
+        fix="docs/generated/models.md lists the names",
+    )
+
+
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -86,11 +115,9 @@ def family_layer(given: Mapping[str, Any]) -> Layer | None:
     for flag, binding in (("load", True), ("pretrained_checkpoint", True), ("hf_config", False)):
         if given.get(flag) is None:
             continue
-        path = Path(str(given[flag]))
+        path = hf_config_path(str(given[flag])) if flag == "hf_config" else Path(str(given[flag]))
         path = path / CONFIG if path.is_dir() else path
         if path.suffix != ".json" or not path.exists():
-            if flag == "hf_config":
-                raise ConfigError(f"--hf-config: there is no {path}", fix="give a folder with config.json, or the file")
             others = ("num_layers", "hf_config", *(("pretrained_checkpoint",) if flag == "load" else ()))
             if not path.exists() and all(given.get(name) is None for name in others):
                 spelled = f"--{flag.replace('_', '-')}"

@@ -27,7 +27,7 @@ from mindspeed_llm.config.values import describe
 from mindspeed_llm.core.transformer.attention import IMPLEMENTATIONS
 from mindspeed_llm.errors import ConversionError
 from mindspeed_llm.models.family import Const, Drop, Expect, Ignore, ModelFamily, ParamMap, Preset, Weight
-from mindspeed_llm.models.registry import families
+from mindspeed_llm.models.registry import CONFIG, families, family_for, packaged_configs
 from mindspeed_llm.ops import registry
 from mindspeed_llm.ops.dispatch import DEVICES
 
@@ -200,8 +200,28 @@ def _family_section(family: ModelFamily) -> list[str]:
     ]
 
 
+def _published() -> Iterable[Sequence[object]]:
+    for name, folder in packaged_configs().items():
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        scaling = (config["rope_scaling"] or {}) if "rope_scaling" in config else {}
+        rope = f"{config['rope_theta']:g}" + (f", {scaling['rope_type']} x{scaling['factor']:g}" if scaling else "")
+        yield (
+            f"`{name}`",
+            family_for(config).name,
+            config["num_hidden_layers"],
+            config["hidden_size"],
+            config["intermediate_size"],
+            f"{config['num_attention_heads']} / {config['num_key_value_heads']}",
+            config["vocab_size"],
+            rope,
+            f"{config['rms_norm_eps']:g}",
+            "yes" if config["tie_word_embeddings"] else "no",
+            config["max_position_embeddings"],
+        )
+
+
 def models_page() -> str:
-    """Every model family: what it reads, what it refuses, its tiny size, its weights."""
+    """Every model family: what it reads, what it refuses, its tiny size, its weights; and the published models."""
     known = [family for _, family in sorted(families().items())]
     overview = [
         (f"[{f.name}](#{f.name})", _code(f.hf_architectures), f"`{f.hf_model_type}`", f.chat_template) for f in known
@@ -212,6 +232,26 @@ def models_page() -> str:
             *_table(("family", "architectures", "model_type", "chat template"), overview),
             "A key of config.json that no rule of the family knows is refused, as it could change the model.",
             "",
+            "## Published models",
+            "",
+            "`--hf-config NAME` takes the architecture of one of these, without weights and without a tokenizer.",
+            "",
+            *_table(
+                (
+                    "name",
+                    "family",
+                    "layers",
+                    "hidden",
+                    "feed-forward",
+                    "heads / KV",
+                    "vocabulary",
+                    "rope",
+                    "norm eps",
+                    "tied",
+                    "positions",
+                ),
+                _published(),
+            ),
             *(line for family in known for line in _family_section(family)),
         ],
     )

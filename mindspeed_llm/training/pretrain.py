@@ -17,9 +17,11 @@ import torch.distributed as dist
 
 import mindspeed_llm
 from mindspeed_llm.checkpoint.in_use import Mark, hold
+from mindspeed_llm.checkpoint.origin import Origin, find_origin
 from mindspeed_llm.config.resolve import format_non_default
 from mindspeed_llm.config.run import RunConfig
-from mindspeed_llm.data.datasets import prepare_raw, split_sizes, tokenizer_of
+from mindspeed_llm.data.datasets import prepare_raw
+from mindspeed_llm.data.inputs import split_sizes, tokenizer_of
 from mindspeed_llm.data.tokenizer import Tokenizer
 from mindspeed_llm.device import current
 from mindspeed_llm.errors import CheckpointError
@@ -32,7 +34,7 @@ from mindspeed_llm.training.save_load import Saver, load_checkpoint
 from mindspeed_llm.training.setup import setup
 from mindspeed_llm.training.state import Run
 from mindspeed_llm.training.streams import open_streams
-from mindspeed_llm.training.weights import Origin, check_exports, check_outputs, export_hf, find_origin, load_from_hf
+from mindspeed_llm.training.weights import check_exports, check_outputs, export_hf, load_from_hf
 
 logger = logging.getLogger(__name__)
 

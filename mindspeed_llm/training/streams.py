@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from mindspeed_llm.config.run import RunConfig
 from mindspeed_llm.data.batches import build_data_iterator, get_batch, sample_numbers
-from mindspeed_llm.data.datasets import build_datasets, rank_needs_data, split_sizes
+from mindspeed_llm.data.datasets import build_datasets, rank_needs_data
+from mindspeed_llm.data.inputs import split_sizes
 from mindspeed_llm.data.tokenizer import Tokenizer
 from mindspeed_llm.training.failure import phase
 from mindspeed_llm.training.loop import Streams

@@ -15,8 +15,9 @@ import torch
 
 import mindspeed_llm.core  # noqa: F401 - the device seam comes before megatron.core
 from mindspeed_llm.data.batches import document_boundaries, document_mask
-from mindspeed_llm.data.datasets import build_datasets, split_sizes, tokenizer_of
+from mindspeed_llm.data.datasets import build_datasets
 from mindspeed_llm.data.indices import Epochs
+from mindspeed_llm.data.inputs import split_sizes, tokenizer_of
 from mindspeed_llm.data.manifest import Manifest, write_manifest
 from mindspeed_llm.data.tokenizer import NullTokenizer, load_tokenizer
 from mindspeed_llm.errors import DataError

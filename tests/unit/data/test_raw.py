@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 
 from mindspeed_llm.data import raw
-from mindspeed_llm.data.datasets import build_datasets, prepare_raw, split_sizes
+from mindspeed_llm.data.datasets import build_datasets, prepare_raw
+from mindspeed_llm.data.inputs import split_sizes
 from mindspeed_llm.data.once import Pace
 from mindspeed_llm.data.prepare import PrepareResult, PrepareSettings, prepare
 from mindspeed_llm.data.raw import PIECE, RawSettings, is_raw, prepared_prefix

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mindspeed_llm.checkpoint.origin import find_origin
 from mindspeed_llm.config.resolve import from_values
 from mindspeed_llm.data.batches import _outlive_sigterm
 from mindspeed_llm.data.manifest import Manifest, check_tokenizer, write_manifest
@@ -18,7 +19,7 @@ from mindspeed_llm.errors import CheckpointError, ConfigError, DataError
 from mindspeed_llm.models.registry import family_layer
 from mindspeed_llm.training.initialize import backend_of
 from mindspeed_llm.training.save_load import _require_architecture, _require_number_format
-from mindspeed_llm.training.weights import check_outputs, find_origin
+from mindspeed_llm.training.weights import check_outputs
 from tests.fixtures import hf_folder
 
 MODEL = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 328, "max_position_embeddings": 64}

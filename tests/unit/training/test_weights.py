@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from mindspeed_llm.checkpoint.origin import Origin, find_origin
 from mindspeed_llm.config.resolve import from_values
 from mindspeed_llm.config.run import RunConfig
 from mindspeed_llm.errors import CheckpointError, ConfigError
-from mindspeed_llm.training.weights import Origin, export_dtype, family_of, find_origin, hf_source
+from mindspeed_llm.training.weights import export_dtype, family_of, hf_source
 
 TRACKER = "latest_checkpointed_iteration.txt"
 

@@ -1,0 +1,94 @@
+"""What ``--load`` is: a Hugging Face folder, a checkpoint of ours, or nothing yet. Read without torch."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mindspeed_llm.checkpoint.folders import NON_PERSISTENT, TRACKER, latest_iteration, newest_root, require_save
+from mindspeed_llm.config.run import RunConfig
+from mindspeed_llm.errors import CheckpointError
+from mindspeed_llm.models.registry import CONFIG
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What ``--load`` turned out to be.
+
+    Attributes:
+        kind: ``random``: nothing is loaded; ``hf``: a Hugging Face folder; ``checkpoint``: one of our own.
+        folder: where it is.
+        iteration: of the checkpoint.
+        weights_only: the run starts from the weights of a checkpoint rather than going on with it.
+    """
+
+    kind: Literal["random", "hf", "checkpoint"]
+    folder: Path | None = None
+    iteration: int = 0
+    weights_only: bool = False
+
+
+def find_origin(cfg: RunConfig) -> Origin:
+    """Decide what ``--load`` is, before a model is built; never random weights unless that was asked for.
+
+    An absent or empty folder means "start here" only in the restart idiom, where ``--load`` equals ``--save``.
+
+    Raises:
+        CheckpointError: the folder is missing, or is neither a Hugging Face folder nor a checkpoint.
+    """
+    checkpoint = cfg.checkpoint
+    if checkpoint.load is None:
+        return _start(cfg)
+    folder = Path(checkpoint.load)
+    if folder.is_dir():
+        if (folder / CONFIG).is_file():
+            if checkpoint.save is not None and Path(checkpoint.save).resolve() == folder.resolve():
+                raise CheckpointError(
+                    f"--save {folder} is the Hugging Face folder that --load reads",
+                    fix="save elsewhere; to go on from there, --load that folder and keep --hf-config here",
+                )
+            return Origin("hf", folder)
+        if checkpoint.ckpt_step is not None:
+            require_save(folder, checkpoint.ckpt_step)
+            return Origin("checkpoint", folder, checkpoint.ckpt_step)
+        root = newest_root(folder, Path(checkpoint.non_persistent_global_ckpt_dir or folder / NON_PERSISTENT))
+        iteration = latest_iteration(root)
+        if iteration is not None:
+            return Origin("checkpoint", root, iteration)
+    saves = sorted(path.name for path in folder.glob("iter_" + 7 * "[0-9]")) if folder.is_dir() else []
+    restart = checkpoint.save is not None and folder.resolve() == Path(checkpoint.save).resolve()
+    if not saves and not folder.is_file() and checkpoint.pretrained_checkpoint is not None:
+        return _start(cfg)
+    if restart and not saves and not checkpoint.exit_on_missing_checkpoint:
+        logger.warning("--load and --save are both %s and it holds no checkpoint: starting from random weights", folder)
+        return Origin("random")
+    found = "a file" if folder.is_file() else "no such folder"
+    if folder.is_dir():
+        found = sorted(path.name for path in folder.iterdir())[:6]
+    raise CheckpointError(
+        f"--load {folder} is neither a Hugging Face folder nor a checkpoint folder",
+        got=found,
+        allowed=f"a folder with config.json and weights, or one with {TRACKER}",
+        fix="correct --load; drop it to train from random weights; --ckpt-step N takes a save without the tracker",
+    )
+
+
+def _start(cfg: RunConfig) -> Origin:
+    """Where a run begins that goes on with nothing."""
+    given = cfg.checkpoint.pretrained_checkpoint
+    if given is None:
+        return Origin("random")
+    folder = Path(given)
+    if (folder / CONFIG).is_file():
+        return Origin("hf", folder)
+    iteration = latest_iteration(folder)
+    if iteration is None:
+        raise CheckpointError(
+            f"--pretrained-checkpoint {folder} is neither a Hugging Face folder nor a checkpoint folder",
+            allowed=f"a folder with config.json and weights, or one with {TRACKER}",
+        )
+    return Origin("checkpoint", folder, iteration, weights_only=True)
