@@ -10,7 +10,9 @@ import warnings
 
 from mindspeed_llm.cli.flags import parse_pretrain
 from mindspeed_llm.cli.once import tell
-from mindspeed_llm.errors import SuiteError
+from mindspeed_llm.config.resolve import format_non_default
+from mindspeed_llm.config.run import RunConfig
+from mindspeed_llm.errors import ConfigError, SuiteError
 from mindspeed_llm.models.registry import family_layer
 
 PROGRAM = "pretrain_gpt.py"
@@ -27,6 +29,31 @@ def _set_up_logging(level: int | None) -> None:
             warnings.filterwarnings("ignore", module=rf"{module}\b.*")
 
 
+def _validate(cfg: RunConfig) -> str:
+    """What a run would be, after the checks that need no other process.
+
+    Raises:
+        SuiteError: what the run would stop at, as far as flags and files say it.
+    """
+    from mindspeed_llm.checkpoint.origin import find_origin
+    from mindspeed_llm.data.inputs import check_inputs
+
+    origin = find_origin(cfg)
+    training = cfg.training
+    if training.train_iters != 0 or training.skip_train:
+        check_inputs(cfg)
+    t, d = cfg.transformer, cfg.distributed
+    lines = [
+        "configuration, values that are not defaults:",
+        format_non_default(cfg),
+        *(f"note: {notice}" for notice in cfg.notices),
+        f"valid: {d.world_size} processes, TP {t.tensor_model_parallel_size}, PP {t.pipeline_model_parallel_size} "
+        f"(interleaved stages: {t.virtual_pipeline_model_parallel_size or 1}), DP {d.data_parallel_size}; "
+        f"weights: {origin.kind} {origin.folder or ''}".rstrip(),
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status: 2 for a mistake in the configuration, 1 for other faults.
 
@@ -39,6 +66,14 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.write(tell(PROGRAM, str(error), os.environ))
         return error.exit_code
     _set_up_logging(cfg.logging.logging_level)
+    if cfg.training.validate_only:
+        try:
+            sys.stdout.write(_validate(cfg))
+        except SuiteError as error:
+            # A path that is not there is a mistake in the flags: nothing else is looked at.
+            sys.stderr.write(tell(PROGRAM, str(error), os.environ))
+            return ConfigError.exit_code
+        return 0
     from mindspeed_llm.training.pretrain import pretrain
     from mindspeed_llm.training.watchdog import Watchdog, last_collective
 

@@ -45,6 +45,10 @@ class TrainingConfig:
     skip_train: bool = False
     """Do not train: only evaluate, then leave."""
 
+    validate_only: bool = False
+    """Check the flags for the WORLD_SIZE of the environment, the tokenizer and the data, print what follows from them,
+    and leave: no process is started, and no torch is needed."""
+
     op: tuple[str, ...] = ()
     """Implementations of fused ops to use instead of the device's best, as OP=IMPLEMENTATION."""
 
