@@ -24,9 +24,10 @@ import torch
 from mindspeed_llm.config.resolve import Layer, resolve
 from mindspeed_llm.errors import ConfigError, SuiteError
 from mindspeed_llm.models.registry import family_layer
+from mindspeed_llm.tools.compare.layouts import GRAMMAR
 from tests.distributed.pool import CaseFailed, Pool
 from tests.fixtures import hf_folder
-from tests.parity.layouts import FAMILIES, GRAMMAR, SPECIAL, parse_layout, training_values
+from tests.parity.layouts import FAMILIES, SPECIAL, parse_layout, training_values
 from tests.parity.reference import Comparison, Reference, compare, train
 
 OUT = Path(__file__).resolve().parents[2] / "out" / "parity.jsonl"

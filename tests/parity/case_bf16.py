@@ -9,9 +9,10 @@ import torch
 
 from mindspeed_llm import api
 from mindspeed_llm.core.groups import tensor_group
+from mindspeed_llm.training.gradients import iter_gradients
 from mindspeed_llm.training.objective import pretraining
 from mindspeed_llm.training.step import train_step
-from tests.parity.case import iter_gradients, micro_batches
+from tests.parity.case import micro_batches
 from tests.parity.layouts import training_values
 
 from megatron.core.tensor_parallel.mappings import _gather_along_last_dim

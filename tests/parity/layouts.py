@@ -1,13 +1,13 @@
-"""The parity matrix: how layouts are written, and which models run in which."""
+"""The parity matrix: which models run in which layouts."""
 
 from __future__ import annotations
 
-import re
 from typing import Any, NamedTuple
 
 import torch
 
 from mindspeed_llm.errors import ConfigError
+from mindspeed_llm.tools.compare import layouts
 from tests.distributed.pool import MAX_WORLD_SIZE
 
 RECIPE: dict[str, Any] = {
@@ -21,26 +21,6 @@ RECIPE: dict[str, Any] = {
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
 }
-_SIZES = {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "vpp": "num_virtual_stages_per_pipeline_rank",
-    "mbs": "micro_batch_size",
-    "divisor": "make_vocab_size_divisible_by",
-}
-_SWITCHES: dict[str, dict[str, Any]] = {
-    "one": {},
-    "sp": {"sequence_parallel": True},
-    "dist": {"use_distributed_optimizer": True},
-    "reduce": {"overlap_grad_reduce": True},
-    "gather": {"overlap_param_gather": True},
-    "p2p": {"overlap_p2p_comm": True},
-    "nop2p": {"overlap_p2p_comm": False},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
-    "selective": {"recompute_granularity": "selective"},
-}
-GRAMMAR = f"tpN ppN vppN dpN mbsN divisorN {' '.join(_SWITCHES)}, joined by +"
 
 
 class Model(NamedTuple):
@@ -90,24 +70,8 @@ SPECIAL = {
 
 
 def parse_layout(layout: str) -> tuple[int, dict[str, Any]]:
-    """World size and field values of a layout such as ``tp2+sp+pp2+vpp2+dp2+dist+reduce+gather``.
-
-    Raises:
-        ConfigError: a part is not known, or the layout has more processes than the pool.
-    """
-    world, values = 1, {}
-    for part in layout.split("+"):
-        sized = re.fullmatch(r"(tp|pp|vpp|dp|mbs|divisor)([1-9]\d*)", part)
-        if sized is None and part not in _SWITCHES:
-            raise ConfigError(f"a part of the layout {layout} is not known", got=repr(part), allowed=GRAMMAR)
-        if sized is None:
-            values |= _SWITCHES[part]
-            continue
-        kind, size = sized[1], int(sized[2])
-        if kind != "dp":
-            values[_SIZES[kind]] = size
-        if kind in ("tp", "pp", "dp"):
-            world *= size
+    """See :func:`layouts.parse_layout`; the layout fits into the pool."""
+    world, values = layouts.parse_layout(layout)
     if world > MAX_WORLD_SIZE:
         raise ConfigError(f"the layout {layout} has too many processes", got=world, allowed=f"up to {MAX_WORLD_SIZE}")
     return world, values
