@@ -285,7 +285,7 @@ def _nbytes(info: TensorInfo) -> int:
 class ShardWriter:
     """Writes safetensors files tensor by tensor: nothing but the current tensor is in memory.
 
-    ``write`` wants the tensors in the order of the plan.
+    ``write`` wants the tensors in the order of the plan, large ones in parts if need be.
     """
 
     def __init__(self, folder: Path, plans: Sequence[ShardPlan], tensors: Mapping[str, TensorInfo]) -> None:
@@ -293,15 +293,18 @@ class ShardWriter:
         self._tensors = tensors
         self._todo = [(plan, name) for plan in plans for name in plan.tensors]
         self._at = 0
+        self._row = 0
         self._open: tuple[ShardPlan, BinaryIO] | None = None
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Appends ``tensor``, cast to the planned dtype."""
+    def write(self, name: str, tensor: Tensor, start: int = 0) -> None:
+        """Appends ``tensor``, cast to the planned dtype: all of it, or its rows from ``start`` on."""
         plan, expected = self._todo[self._at]
         info = self._tensors[name]
-        if name != expected or tuple(tensor.shape) != info.shape:
+        whole = tuple(tensor.shape) == info.shape
+        if name != expected or start != self._row or not (whole or tensor.shape[1:] == info.shape[1:]):
             raise CheckpointError(
-                f"tensor out of plan: {name} {tuple(tensor.shape)}", allowed=f"{expected} {info.shape}"
+                f"tensor out of plan: {name} {tuple(tensor.shape)} from row {start}",
+                allowed=f"{expected} {info.shape} from row {self._row}",
             )
         if self._open is None or self._open[0] is not plan:
             self.close()
@@ -309,7 +312,9 @@ class ShardWriter:
             self._open[1].write(self._header(plan))
         flat = tensor.detach().to(device="cpu", dtype=info.dtype).contiguous().reshape(-1)
         self._open[1].write(flat.view(torch.uint8).numpy().data)
-        self._at += 1
+        self._row = 0 if whole else start + tensor.shape[0]
+        if whole or self._row == info.shape[0]:
+            self._at, self._row = self._at + 1, 0
 
     def close(self) -> None:
         """Brings the current file to disk."""

@@ -51,16 +51,17 @@ class MegatronSource(TensorSource, Protocol):
         ...
 
 
-class MegatronSink(Protocol):
-    """Takes whole megatron-core tensors, planned at its construction (name -> ``TensorInfo``), into a draft folder.
+class TensorSink(Protocol):
+    """Takes whole tensors, planned at its construction (name -> ``TensorInfo``), into a draft folder.
 
-    The conversion makes the folder beforehand, and makes it visible afterwards.
+    The conversion makes the folder beforehand, and makes it visible afterwards. Those of megatron-core have global
+    names. ``hf_io.ShardWriter`` is one too.
     """
 
-    def write(self, name: str, rows: Tensor, start: int = 0) -> None:
-        """Rows ``start`` and on (dim 0) of tensor ``name``, in the planned dtype.
+    def write(self, name: str, tensor: Tensor, start: int = 0) -> None:
+        """Rows ``start`` and on (dim 0) of tensor ``name``, cast to the planned dtype.
 
-        Tensors come in the planned order, those of more rows than fit into memory in several calls from top to bottom.
+        Tensors come in the planned order, large ones in several calls from top to bottom.
 
         Raises:
             CheckpointError: a tensor out of plan.
