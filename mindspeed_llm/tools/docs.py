@@ -25,13 +25,14 @@ from mindspeed_llm.config.schema import GENERATED_SECTIONS, FieldSpec, field_tab
 from mindspeed_llm.config.spelled import FieldFlag, meanings
 from mindspeed_llm.config.values import describe
 from mindspeed_llm.core.transformer.attention import IMPLEMENTATIONS
-from mindspeed_llm.errors import ConversionError
+from mindspeed_llm.errors import ConfigError, ConversionError
 from mindspeed_llm.models.family import Const, Drop, Expect, Ignore, ModelFamily, ParamMap, Preset, Weight
 from mindspeed_llm.models.registry import CONFIG, families, family_for, packaged_configs
 from mindspeed_llm.ops import registry
 from mindspeed_llm.ops.dispatch import DEVICES
+from mindspeed_llm.tools.source_tree import source_tree
 
-FOLDER = Path(__file__).resolve().parents[2] / "docs" / "generated"
+FOLDER = Path("docs", "generated")
 COMMAND = "python -m mindspeed_llm.tools.docs"
 
 PROBES: tuple[tuple[str, Mapping[str, Any]], ...] = (
@@ -335,11 +336,16 @@ def flags_page() -> str:
 PAGES: Mapping[str, Callable[[], str]] = {"ops.md": ops_page, "models.md": models_page, "flags.md": flags_page}
 
 
-def main(argv: Sequence[str] | None = None, *, folder: Path = FOLDER) -> int:
+def main(argv: Sequence[str] | None = None, *, folder: Path | None = None) -> int:
     """Write the pages, or with ``--check`` only compare; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail when a page is out of date")
     check = parser.parse_args(argv).check
+    try:
+        folder = folder or source_tree() / FOLDER
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
     wanted = {folder / name: write() for name, write in PAGES.items()}
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     for path in stale:

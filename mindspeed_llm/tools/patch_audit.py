@@ -12,7 +12,9 @@ import sys
 from pathlib import Path
 
 from mindspeed_llm.core import patches as core_patches
+from mindspeed_llm.errors import ConfigError
 from mindspeed_llm.patching import FINGERPRINTS, Patch, fingerprint_of
+from mindspeed_llm.tools.source_tree import source_tree
 
 PAGE = Path("docs/generated/patches.md")
 
@@ -34,15 +36,20 @@ def page(patches: list[Patch]) -> str:
     )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
+def main(argv: list[str] | None = None, *, root: Path | None = None) -> int:
+    """Write the page below ``root`` and the fingerprints, or with ``--check`` only compare; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail when something is out of date")
     check = parser.parse_args(argv).check
+    try:
+        target = (root or source_tree()) / PAGE
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
     core_patches.revert()
     patches = core_patches.every_run()
     wanted = {
-        PAGE: page(patches),
+        target: page(patches),
         FINGERPRINTS: json.dumps({p.target: fingerprint_of(p.target) for p in patches}, indent=1) + "\n",
     }
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]

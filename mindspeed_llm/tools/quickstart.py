@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_llm.errors import SuiteError
+from mindspeed_llm.tools.source_tree import source_tree
 
 OUT = Path("out/quickstart")
 EXAMPLE = Path("examples/quickstart")
@@ -194,9 +195,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--install-seconds", type=float, help="how long the installation took, for the summary")
     job = Quickstart(parser.parse_args(argv).install_seconds)
-    shutil.rmtree(OUT, ignore_errors=True)
-    (OUT / "logs").mkdir(parents=True)
     try:
+        os.chdir(source_tree())
+        shutil.rmtree(OUT, ignore_errors=True)
+        (OUT / "logs").mkdir(parents=True)
         summary = _work(job)
     except SuiteError as error:
         sys.stderr.write(f"[quickstart] error: {error}\n")

@@ -23,7 +23,6 @@ from mindspeed_llm.patching import (
 )
 from mindspeed_llm.tools import patch_audit
 
-ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = (
     "megatron.core.optimizer",
     "megatron.core.pipeline_parallel",
@@ -94,20 +93,18 @@ def test_no_module_holds_a_copy_from_before(originals: dict[str, Any]) -> None:
     assert stale_copies(in_force(), originals, "mindspeed_llm") == []
 
 
-def test_audit_is_up_to_date(reverted: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+def test_audit_is_up_to_date(reverted: None) -> None:
     assert patch_audit.main(["--check"]) == 0
 
 
 def test_audit_sees_a_stale_page_and_writes_it(
     reverted: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(patch_audit, "FINGERPRINTS", tmp_path / "fingerprints.json")
-    assert patch_audit.main(["--check"]) == 1
+    assert patch_audit.main(["--check"], root=tmp_path) == 1
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().err.count("is out of date") == 2
-    assert patch_audit.main([]) == 0
-    assert patch_audit.main(["--check"]) == 0
+    assert patch_audit.main([], root=tmp_path) == 0
+    assert patch_audit.main(["--check"], root=tmp_path) == 0
     page = (tmp_path / patch_audit.PAGE).read_text()
     assert all(page.count(f"| `{patch.target}` |") == 1 for patch in patches.every_run())
