@@ -103,17 +103,19 @@ def live_tensors(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
 # Planning -----------------------------------------------------------------------------------------------------------
 
 
-class _Problems:
+class Problems:
     """Everything wrong with a conversion, shown in one table: what, how many, a few names."""
 
     def __init__(self) -> None:
         self._found: dict[str, list[str]] = {}
 
     def add(self, kind: str, *names: str) -> None:
+        """Note that ``names`` are wrong in this way."""
         if names:
             self._found.setdefault(kind, []).extend(names)
 
     def check(self, what: str, fix: str | None = None) -> None:
+        """Raises ConversionError if anything was noted."""
         if not self._found:
             return
         lines = []
@@ -157,7 +159,7 @@ def plan_load(
         ConversionError: one table of everything that does not fit.
     """
     check_heads(values, tp_size)
-    problems = _Problems()
+    problems = Problems()
     expected = table.hf_names()
     known = set(expected)
     problems.add("missing in the checkpoint", *(name for name in expected if name not in stored))
@@ -317,7 +319,7 @@ def placement(table: NameTable, live: Mapping[str, Tensor], pp: dist.ProcessGrou
         stages = [None] * group_size(pp)
         dist.all_gather_object(stages, mine, group=pp)
     found: dict[str, _Held] = {}
-    problems = _Problems()
+    problems = Problems()
     for held in stages:
         problems.add("on two pipeline stages", *(name for name in held if name in found))
         problems.add(

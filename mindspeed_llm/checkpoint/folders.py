@@ -22,6 +22,8 @@ from pathlib import Path
 from mindspeed_llm.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
+CONVERSION = "conversion.json"
+"""Stands in a checkpoint that holds converted weights to start from, and says where they came from."""
 NON_PERSISTENT = "non_persistent"
 _SAVE = re.compile(r"iter_(\d{7,})(?:\.replaced)?")
 _LEFTOVER = re.compile(r"(iter_\d{7,})\.(tmp|replaced|removed)")

@@ -300,8 +300,10 @@ class ShardWriter:
         """Appends ``tensor``, cast to the planned dtype: all of it, or its rows from ``start`` on."""
         plan, expected = self._todo[self._at]
         info = self._tensors[name]
+        stop = start + tensor.shape[0] if tensor.dim() else 0
         whole = tuple(tensor.shape) == info.shape
-        if name != expected or start != self._row or not (whole or tensor.shape[1:] == info.shape[1:]):
+        part = bool(info.shape) and tuple(tensor.shape[1:]) == info.shape[1:] and stop <= info.shape[0]
+        if name != expected or start != self._row or not (whole or part):
             raise CheckpointError(
                 f"tensor out of plan: {name} {tuple(tensor.shape)} from row {start}",
                 allowed=f"{expected} {info.shape} from row {self._row}",
@@ -312,8 +314,8 @@ class ShardWriter:
             self._open[1].write(self._header(plan))
         flat = tensor.detach().to(device="cpu", dtype=info.dtype).contiguous().reshape(-1)
         self._open[1].write(flat.view(torch.uint8).numpy().data)
-        self._row = 0 if whole else start + tensor.shape[0]
-        if whole or self._row == info.shape[0]:
+        self._row = stop
+        if whole or stop == info.shape[0]:
             self._at, self._row = self._at + 1, 0
 
     def close(self) -> None:

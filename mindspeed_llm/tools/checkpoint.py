@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from mindspeed_llm.cli.table import write_table
 from mindspeed_llm.errors import ConfigError, SuiteError
 
 # torch takes seconds to import, and --help must not wait for it: the work is imported where it is done.
@@ -101,7 +102,9 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _show_saves(saves: dict[str, Any]) -> None:
     rows = [(save["name"], _bytes(save["bytes"]), "; ".join(save["problems"]) or "complete") for save in saves["saves"]]
     rows += [(draft["name"], _bytes(draft["bytes"]), "draft: not a save, never read") for draft in saves["drafts"]]
-    _table(f"{saves['folder']} (the tracker says: {saves['tracker'] or 'nothing'})", ("folder", "size", "state"), rows)
+    write_table(
+        f"{saves['folder']} (the tracker says: {saves['tracker'] or 'nothing'})", ("folder", "size", "state"), rows
+    )
 
 
 def _show_checkpoint(found: dict[str, Any]) -> None:
@@ -118,15 +121,15 @@ def _show_checkpoint(found: dict[str, Any]) -> None:
     plain += [(f"bytes of {group}", _bytes(size)) for group, size in found["bytes"].items()]
     for group, dtypes in found["dtypes"].items():
         plain.append((f"dtypes of {group}", ", ".join(f"{count} {dtype}" for dtype, count in dtypes.items())))
-    _table(found["folder"], ("", ""), plain)
-    _table("architecture", ("", ""), list(found["architecture"].items()))
+    write_table(found["folder"], ("", ""), plain)
+    write_table("architecture", ("", ""), list(found["architecture"].items()))
     if "listing" in found:
         head = ("name", "shape", "dtype", "bytes", "pieces", "files")
         rows = [
             (row["name"], row["shape"], row["dtype"], row["bytes"], row["pieces"], ", ".join(row["files"]))
             for row in found["listing"]
         ]
-        _table("tensors", head, rows)
+        write_table("tensors", head, rows)
 
 
 def _bytes(size: int) -> str:
@@ -134,27 +137,6 @@ def _bytes(size: int) -> str:
         if size >= factor:
             return f"{size / factor:.2f} {unit}"
     return f"{size} B"
-
-
-def _table(title: str, head: Sequence[str], rows: Sequence[Iterable[object]]) -> None:
-    cells = [[str(cell) for cell in row] for row in rows]
-    if sys.stdout.isatty():
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(*head, title=Text(title), title_justify="left", show_header=any(head))
-        for row in cells:
-            table.add_row(*map(Text, row))
-        Console().print(table)
-        return
-    lines = [list(head), *cells] if any(head) else cells
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    sys.stdout.write(f"{title}\n")
-    for line in lines:
-        sys.stdout.write(
-            ("  " + "  ".join(cell.ljust(n) for cell, n in zip(line, widths, strict=True))).rstrip() + "\n"
-        )
 
 
 # The others ---------------------------------------------------------------------------------------------------------
@@ -195,7 +177,7 @@ def _diff(arguments: argparse.Namespace) -> int:
             for t in differing
         ]
         head = ("tensor", "max abs", "max rel", "same bits", "beyond tolerance", "")
-        _table("differ", head, rows)
+        write_table("differ", head, rows)
     for note in sorted({f"{t.name}: {t.note}" for t in found.tensors if t.note}):
         sys.stdout.write(f"compared {note}\n")
     bitwise = sum(not t.reason and t.same == t.numel for t in found.tensors)
