@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mindspeed_llm.checkpoint.folders import NON_PERSISTENT, TRACKER, latest_iteration, newest_root, require_save
+from mindspeed_llm.checkpoint.folders import (
+    CONVERSION,
+    NON_PERSISTENT,
+    TRACKER,
+    iteration_folder,
+    latest_iteration,
+    newest_root,
+    require_save,
+)
 from mindspeed_llm.config.run import RunConfig
 from mindspeed_llm.errors import CheckpointError
 from mindspeed_llm.models.registry import CONFIG
@@ -54,11 +62,11 @@ def find_origin(cfg: RunConfig) -> Origin:
             return Origin("hf", folder)
         if checkpoint.ckpt_step is not None:
             require_save(folder, checkpoint.ckpt_step)
-            return Origin("checkpoint", folder, checkpoint.ckpt_step)
+            return _checkpoint(folder, checkpoint.ckpt_step)
         root = newest_root(folder, Path(checkpoint.non_persistent_global_ckpt_dir or folder / NON_PERSISTENT))
         iteration = latest_iteration(root)
         if iteration is not None:
-            return Origin("checkpoint", root, iteration)
+            return _checkpoint(root, iteration)
     saves = sorted(path.name for path in folder.glob("iter_" + 7 * "[0-9]")) if folder.is_dir() else []
     restart = checkpoint.save is not None and folder.resolve() == Path(checkpoint.save).resolve()
     if not saves and not folder.is_file() and checkpoint.pretrained_checkpoint is not None:
@@ -75,6 +83,12 @@ def find_origin(cfg: RunConfig) -> Origin:
         allowed=f"a folder with config.json and weights, or one with {TRACKER}",
         fix="correct --load; drop it to train from random weights; --ckpt-step N takes a save without the tracker",
     )
+
+
+def _checkpoint(root: Path, iteration: int) -> Origin:
+    """A save to go on with, or one that a conversion wrote: weights to start from."""
+    converted = (iteration_folder(root, iteration) / CONVERSION).is_file()
+    return Origin("checkpoint", root, iteration, weights_only=converted)
 
 
 def _start(cfg: RunConfig) -> Origin:

@@ -118,7 +118,8 @@ def _run(cfg: RunConfig, origin: Origin, with_data: RunConfig, tokenizer: Tokeni
     reporter = Reporter(cfg, total)
     reporter.start(_start_row(run, origin, total))
     hooks = Hooks(streams, held_out, Saver(run, mark), _exporter(run), data)
-    kept = origin.kind == "checkpoint" and origin.folder == Path(cfg.checkpoint.save or "")
+    resumed = origin.kind == "checkpoint" and not origin.weights_only
+    kept = resumed and origin.folder == Path(cfg.checkpoint.save or "")
     train(run, pretraining, hooks, reporter, saved_at=origin.iteration if kept else -1)
     reporter.close()
 
@@ -130,6 +131,8 @@ def _set_up(cfg: RunConfig, origin: Origin) -> Run:
     run = setup(cfg)
     if origin.kind == "checkpoint" and folder is not None:
         load_checkpoint(run, folder, origin.iteration, weights_only=origin.weights_only)
+        if origin.weights_only:
+            logger.info("these are weights to start from: the run begins at iteration 0 with a fresh optimizer")
     return run
 
 
