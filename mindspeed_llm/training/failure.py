@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import json
+import multiprocessing
 import os
+import signal
 import socket
 import sys
 import threading
@@ -20,6 +22,7 @@ from mindspeed_llm.errors import SuiteError
 RECORD = "failure.json"
 _LONGEST = 400
 _SECONDS_FOR_THE_RECORD = 5.0
+_SECONDS_FOR_A_CHILD = 1.0
 
 
 @dataclass
@@ -98,13 +101,26 @@ def cause_of(error: BaseException) -> str:
 def tell(failure: Failure, save: str | None) -> None:
     """Write the FATAL line as the last of stderr, and before it a line of ``<save>/failure.json``.
 
-    Does not raise, and does not wait for a file system that hangs.
+    Processes that this one has started, such as those that read data, end first: they write to the same stderr, above
+    all when what they talk to is gone. Does not raise, and does not wait for a file system that hangs.
     """
+    _end_children()
     if save is not None:
         writing = threading.Thread(target=_record, args=(Path(save, RECORD), failure), name="failure", daemon=True)
         writing.start()
         writing.join(_SECONDS_FOR_THE_RECORD)
     write_error(f"{failure}\n")
+
+
+def _end_children() -> None:
+    if threading.current_thread() is threading.main_thread():
+        # torch's would raise, since a reader of data is gone.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    children = multiprocessing.active_children()
+    for child in children:
+        child.kill()
+    for child in children:
+        child.join(_SECONDS_FOR_A_CHILD)
 
 
 def write_error(text: str) -> None:

@@ -69,6 +69,7 @@ class Watchdog:
         self._reader = self._writer = -1
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._handlers: dict[int, Any] = {}
+        self._received: int | None = None
 
     def __enter__(self) -> Watchdog:
         HERE.move("setup", step=0)
@@ -97,6 +98,9 @@ class Watchdog:
         if isinstance(error, SystemExit) and error.code in [128 + number for number in ENDING]:
             # The preparation of data unwinds by a handler of its own.
             error = Ended(int(error.code) - 128)  # pyright: ignore[reportArgumentType]
+        elif self._received is not None:
+            # What came of the signal is no cause: something that it interrupted, or peers that it has ended too.
+            error = Ended(self._received)
         if isinstance(error, Ended):
             # Where it stood tells nothing about the fault, which is another process's.
             cause, code = str(error), 128 + error.number
@@ -111,6 +115,7 @@ class Watchdog:
         def leave(number: int, _: FrameType | None) -> None:
             # A launcher ends the others as soon as one is dead: what this process is already saying must be finished.
             if not self._telling.locked():
+                self._received = number
                 raise Ended(number)
 
         self._handlers = {number: signal.signal(number, leave) for number in ENDING}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -125,6 +126,42 @@ def test_a_signal_does_not_interrupt_what_is_being_told(tmp_path: Path, monkeypa
     assert said.splitlines()[0] == "what it says"
     assert said.splitlines()[-1].endswith("cause=RuntimeError: the peer is gone")
     assert [entry["cause"] for entry in read_record(tmp_path)] == ["RuntimeError: the peer is gone"]
+
+
+def test_what_a_signal_breaks_is_not_the_cause(tmp_path: Path) -> None:
+    def body(_: Watchdog) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(30)
+        except Ended as error:
+            raise ConnectionResetError("a reader of data is gone") from error
+
+    code, said = ended(tmp_path, body, limit=60)
+    assert code == 128 + signal.SIGTERM
+    (line,) = said.splitlines()
+    assert "cause=SIGTERM" in line
+
+
+def test_what_it_has_started_says_nothing_after_it(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+
+    def outlive(parent: int) -> None:
+        while os.getppid() == parent:
+            time.sleep(0.01)
+        os.write(2, b"I have lost whom I was talking to\n")
+
+    def body(_: Watchdog) -> None:
+        context = multiprocessing.get_context("fork")
+        context.Process(target=outlive, args=(os.getpid(),), daemon=True).start()
+        raise RuntimeError("a fault")
+
+    code, _ = ended(tmp_path, body, limit=60)
+    assert code == 1
+    os.close(writer)
+    # Nobody else holds it any more.
+    assert os.read(reader, 1) == b""
+    os.close(reader)
+    assert "cause=RuntimeError: a fault" in (tmp_path / "stderr").read_text().splitlines()[-1]
 
 
 @contextmanager
