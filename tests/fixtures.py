@@ -1,6 +1,6 @@
 """Tiny Hugging Face models and a byte tokenizer, made on the spot and kept for the session.
 
-Every weight is drawn anew (norms around 1, the rest N(0, 0.05)), so that a tensor that is dropped, swapped or
+Every weight is drawn anew (norms around where they start, the rest N(0, 0.05)), so that a tensor that is dropped, swapped or
 transposed cannot go unseen. Vocabulary 328 needs no padding at the usual test settings; 323 is odd on purpose.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_llm.models.registry import family_by_name
+from mindspeed_llm.models.registry import families, family_by_name
 
 SPECIAL = ("<|im_end|>", "<|pad|>", "<|endoftext|>", "<|im_start|>")
 CHATML = (
@@ -32,6 +32,7 @@ def _rope(rope_type: str = "default", theta: float = 1e6, **more: Any) -> dict[s
 
 _YARN = _rope("yarn", 1e4, factor=4.0, original_max_position_embeddings=128)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in families()},
     "q25": ("qwen2", {}),
     "q25tied": ("qwen2", {"tie_word_embeddings": True}),
     # Layers 2 and 3 see eight tokens.
@@ -43,7 +44,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llamadyn": ("llama", {**_rope("dynamic", 1e4, factor=4.0), "max_position_embeddings": 16}),
     "llamabias": ("llama", {**_rope("default", 1e4), "attention_bias": True, "mlp_bias": True}),
 }
-"""Name -> family, and what differs from the family's tiny model."""
+"""Name -> family, and what differs from the family's tiny model; each family stands here under its own name, too."""
 
 
 @functools.cache
@@ -93,10 +94,8 @@ def _hf_folder(name: str, seed: int, changes: tuple[tuple[str, Any], ...]) -> Pa
     family_name, differs = MODELS[name]
     family = family_by_name(family_name)
     architecture = family.hf_architectures[0]
-    config = getattr(transformers, architecture.replace("ForCausalLM", "Config"))(
-        **{**family.tiny, **_TOKENS, **differs, **dict(changes)}
-    )
-    model = getattr(transformers, architecture)(config).float().eval()
+    kind = getattr(transformers, architecture)
+    model = kind(kind.config_class(**{**family.tiny, **_TOKENS, **differs, **dict(changes)})).float().eval()
     redraw(model, seed)
     folder = _root() / "-".join([name, str(seed), *(f"{key}={value}" for key, value in changes)])
     model.save_pretrained(folder)
@@ -112,5 +111,6 @@ def redraw(model: Any, seed: int = 0) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name in stored and tensor.is_floating_point():
             drawn = torch.randn(tensor.shape, generator=generator) * 0.05
-            tensor.copy_(drawn + 1.0 if "norm" in name and tensor.dim() == 1 else drawn)
+            # Norms stay around what they start from: 1, or 0 where the weight is a distance from 1.
+            tensor.copy_(drawn + tensor.mean().round() if "norm" in name and tensor.dim() == 1 else drawn)
     model.tie_weights()

@@ -1,12 +1,14 @@
-"""Llama 2 to 3.3, and the models that share its architecture."""
+"""Llama 1 to 3.3, and the models that share its architecture: CodeLlama, Yi, SmolLM2."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from mindspeed_llm.errors import ConversionError
-from mindspeed_llm.models.blocks import DENSE_GQA, EMBEDDING_AND_HEAD, LINEAR_BIASES, PRE_NORM_BLOCK
-from mindspeed_llm.models.family import Const, Derived, Ignore, ModelFamily, Values
+from mindspeed_llm.models.blocks import EMBEDDING_AND_HEAD, LINEAR_BIASES, PRE_NORM_BLOCK
+from mindspeed_llm.models.family import Derived, Ignore, ModelFamily, Values
+from mindspeed_llm.models.rope import rope
+from mindspeed_llm.models.rules import SIZES, SWIGLU, heads, plain, ties
 
 
 def _biases_to_values(hf_config: Values) -> dict[str, Any]:
@@ -32,9 +34,13 @@ FAMILY = ModelFamily(
     hf_model_type="llama",
     hf_architectures=("LlamaForCausalLM",),
     config=(
-        *DENSE_GQA,
+        *SIZES,
+        heads(),
+        rope(),
+        SWIGLU,
+        ties(default=False),
+        plain(),
         Derived("attention_bias", "mlp_bias", to_values=_biases_to_values, to_hf=_biases_to_hf),
-        Const(window_size=None),
         Ignore("pretraining_tp", why="slices the same matrix product; transformers itself no longer reads it"),
     ),
     weights=(*EMBEDDING_AND_HEAD, *PRE_NORM_BLOCK, *LINEAR_BIASES),

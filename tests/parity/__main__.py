@@ -27,7 +27,7 @@ from mindspeed_llm.models.registry import family_layer
 from mindspeed_llm.tools.compare.layouts import GRAMMAR
 from tests.distributed.pool import CaseFailed, Pool
 from tests.fixtures import hf_folder
-from tests.parity.layouts import FAMILIES, SPECIAL, parse_layout, training_values
+from tests.parity.layouts import FAMILIES, SPECIAL, THOROUGH, parse_layout, training_values
 from tests.parity.reference import Comparison, Reference, compare, train
 
 OUT = Path(__file__).resolve().parents[2] / "out" / "parity.jsonl"
@@ -54,7 +54,7 @@ def models(given: argparse.Namespace) -> Iterator[tuple[str, Path, Sequence[str]
         yield str(layer.values["model_type_hf"]), given.model, (given.layouts or USUAL).split()
         return
     # Named layouts are for what every family can do.
-    for name, model in (FAMILIES if given.layouts else FAMILIES | SPECIAL).items():
+    for name, model in (THOROUGH | FAMILIES | ({} if given.layouts else SPECIAL)).items():
         yield name, hf_folder(model.name, seed=given.seed, **model.changes), (given.layouts or model.layouts).split()
 
 

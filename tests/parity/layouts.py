@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mindspeed_llm.errors import ConfigError
+from mindspeed_llm.models.registry import families
 from mindspeed_llm.tools.compare import layouts
 from tests.distributed.pool import MAX_WORLD_SIZE
 
@@ -31,8 +32,8 @@ class Model(NamedTuple):
     layouts: str
 
 
-#: The dense families. Where tied embeddings matter (gradients meet from two places or stages), both are here.
-FAMILIES = {
+#: The two families that run in every layout. Where tied embeddings matter (gradients meet from two places or stages), both are here.
+THOROUGH = {
     "qwen2": Model(
         "q25",
         {},
@@ -52,6 +53,8 @@ FAMILIES = {
         " tp2+sp+pp2+dp2+dist+reduce+gather",
     ),
 }
+#: Every other family, which joins by existing: alone, and where most of the machinery works on it.
+FAMILIES = {name: Model(name, {}, "one tp2+sp+pp2") for name in families() if name not in THOROUGH}
 #: What makes other code run, in the layouts where it could go wrong.
 SPECIAL = {
     "one KV head": Model("q25", {"num_key_value_heads": 1}, "tp2 tp4+sp+mbs2"),

@@ -11,7 +11,7 @@ import torch
 
 from tests.distributed.pool import Pool
 from tests.fixtures import hf_folder
-from tests.parity.layouts import FAMILIES, parse_layout
+from tests.parity.layouts import THOROUGH, parse_layout
 from tests.parity.reference import load_model, mean_loss, token_batches
 
 #: The error of a bias is a few rounding events: its RMS over one batch varies by a third.
@@ -60,7 +60,7 @@ def distances(found: list[Named], exact: list[Named]) -> dict[str, float]:
     [("qwen2", "one"), ("qwen2", "tp2"), ("qwen2 tied", "tp2+sp"), ("llama", "one"), ("llama", "tp2+sp")],
 )
 def test_error_is_at_most_that_of_transformers(pool: Pool, name: str, layout: str) -> None:
-    folder = hf_folder(FAMILIES[name].name, VOCAB)
+    folder = hf_folder(THOROUGH[name].name, VOCAB)
     world, _ = parse_layout(f"{layout}+mbs{MICRO_BATCH}")
     ours = [
         pool.run(

@@ -8,11 +8,11 @@ import pytest
 
 from tests.distributed.pool import Pool
 from tests.fixtures import hf_folder
-from tests.parity.layouts import FAMILIES, SPECIAL, parse_layout
+from tests.parity.layouts import FAMILIES, SPECIAL, THOROUGH, parse_layout
 from tests.parity.reference import Reference, compare, train
 
 SEED = 7
-MODELS = FAMILIES | SPECIAL
+MODELS = THOROUGH | FAMILIES | SPECIAL
 CASES = [(name, layout) for name, model in MODELS.items() for layout in model.layouts.split()]
 
 
