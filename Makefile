@@ -26,7 +26,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_AR
 STARTED := $(shell date +%s)
 NATIVE := $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: help venv build check test material bench quickstart parity clean
+.PHONY: help venv build check test material bench quickstart parity recipes clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
@@ -79,6 +79,9 @@ parity: $(BUILT) $(TEST) ## parity on your model: MODEL=<HF folder> LAYOUTS="tp2
 
 quickstart: $(BUILT) ## train, resume and export a small model on real text; out/quickstart/
 	@$(BIN)/python -m mindspeed_llm.tools.quickstart --install-seconds $$(( $$(date +%s) - $(STARTED) ))
+
+recipes: $(BUILT) ## write examples/*/*.sh from the table in mindspeed_llm/tools/recipes.py
+	@$(BIN)/python -m mindspeed_llm.tools.recipes
 
 clean: ## remove .venv, build products and outputs
 	rm -rf $(VENV) build dist out .pytest_cache .ruff_cache .import_linter_cache .hypothesis ./*.egg-info bench/results.json

@@ -18,7 +18,12 @@ ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 REPORT = ROOT / "out" / "check-report.json"
 #: Modules that write a committed file; with ``--check`` they write nothing and fail when the file is out of date.
-GENERATORS = ("mindspeed_llm.tools.mcore_flags", "mindspeed_llm.tools.patch_audit", "mindspeed_llm.tools.docs")
+GENERATORS = (
+    "mindspeed_llm.tools.mcore_flags",
+    "mindspeed_llm.tools.patch_audit",
+    "mindspeed_llm.tools.docs",
+    "mindspeed_llm.tools.recipes",
+)
 PYTHON_PATHS = ("mindspeed_llm", "tests", "setup.py", "preprocess_data.py", "convert_ckpt.py", "pretrain_gpt.py")
 PYTHON_PATHS += ("posttrain_gpt.py", "inference.py", "evaluation.py", "examples")
 

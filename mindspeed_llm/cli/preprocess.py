@@ -23,6 +23,7 @@ from mindspeed_llm.data.merge import merge_groups, merge_shards
 from mindspeed_llm.data.prepare import PrepareResult, PrepareSettings, make_parent, prepare
 from mindspeed_llm.data.ray_job import prepare_on_ray
 from mindspeed_llm.data.report import require_matplotlib, write_report
+from mindspeed_llm.data.sources import resolve_inputs
 from mindspeed_llm.data.tokenizer import Tokenizer, build_tokenizer
 from mindspeed_llm.errors import ConfigError, DataError, SuiteError
 
@@ -120,6 +121,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--workers", type=_at_least(1), default=len(os.sched_getaffinity(0)), help="processes that encode"
     )
     group.add_argument("--ray", action="store_true", help="run each of the workers as a task of a Ray cluster")
+    group.add_argument("--validate-only", action="store_true", help="only look at flags, tokenizer and input")
     group.add_argument("--log-interval", type=_at_least(1), default=1000, help="documents between two progress lines")
     group.add_argument(
         "--find-optimal-num-workers", action="store_true", help="only measure numbers of workers, and write nothing"
@@ -233,6 +235,10 @@ def run(arguments: argparse.Namespace) -> None:
         max_samples=arguments.max_samples,
         shard=arguments.shard,
     )
+    if arguments.validate_only:
+        files = resolve_inputs(settings.inputs)
+        sys.stdout.write(f"valid: {len(files)} files, a tokenizer with {tokenizer.vocab_size} ids\n")
+        return
     if arguments.find_optimal_num_workers:
         _compare_workers(settings, tokenizer, arguments.workers_to_check, arguments.max_documents)
         return
