@@ -1,4 +1,4 @@
-"""Writes the pages of ``docs/generated``: ops, model families and flags, from what the package itself says.
+"""Writes the pages of ``docs/generated``: ops, model families, flags and measurements.
 
 ``python -m mindspeed_llm.tools.docs`` rewrites the pages; ``--check`` says which of them are out of date and fails if
 any is. Help texts of megatron-core's own fields are not copied into the repository: ``--help`` reads them from the
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ from mindspeed_llm.ops.dispatch import DEVICES
 from mindspeed_llm.tools.source_tree import source_tree
 
 FOLDER = Path("docs", "generated")
+BENCH = Path("docs", "bench.json")
 COMMAND = "python -m mindspeed_llm.tools.docs"
 
 PROBES: tuple[tuple[str, Mapping[str, Any]], ...] = (
@@ -333,7 +335,51 @@ def flags_page() -> str:
     )
 
 
-PAGES: Mapping[str, Callable[[], str]] = {"ops.md": ops_page, "models.md": models_page, "flags.md": flags_page}
+# Bench --------------------------------------------------------------------------------------------------------------
+
+
+def _bench_row(row: Mapping[str, Any]) -> Sequence[object]:
+    values = (f"{statistics.median(row[side]):.4g}" for side in ("ours", "peer"))
+    target = "" if row["target"] is None else f"{row['target']:g}: {'holds' if row['holds'] else '**missed**'}"
+    memory = "" if row["mem_ratio"] is None else f"{row['mem_ratio']:.3f}"
+    return (
+        row["name"],
+        row["setting"],
+        row["peer_version"],
+        row["unit"],
+        *values,
+        f"{row['ratio']:.3f}",
+        target,
+        memory,
+    )
+
+
+def bench_page() -> str:
+    """The measurements that stand in ``docs/bench.json``, in the form in which ``make bench`` writes them."""
+    results = json.loads((source_tree() / BENCH).read_text(encoding="utf-8"))
+    machine = results["machine"]
+    head = ("benchmark", "setting", "peer", "unit", "ours", "peer's", "ratio", "target", "memory ratio")
+    return _page(
+        "Measurements",
+        [
+            f"From [docs/bench.json](../bench.json): {machine['cpu']}, {machine['threads']} threads,",
+            f"torch {machine['torch']}, commit {machine['commit']}; copy {machine['copy_gb_s']:g} GB/s,",
+            f"bf16 matmul {machine['matmul_bf16_tflops']:g} TFLOP/s. `make bench` measures anew.",
+            "",
+            "Processors differ: read the ratios, of medians of both sides measured in turns. Of a rate (`/s`) more is",
+            "better, of a cost less. Memory: peak anonymous bytes above those of a process that only imports.",
+            "",
+            *_table(head, map(_bench_row, results["rows"])),
+        ],
+    )
+
+
+PAGES: Mapping[str, Callable[[], str]] = {
+    "ops.md": ops_page,
+    "models.md": models_page,
+    "flags.md": flags_page,
+    "bench.md": bench_page,
+}
 
 
 def main(argv: Sequence[str] | None = None, *, folder: Path | None = None) -> int:

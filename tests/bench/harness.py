@@ -18,6 +18,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -25,36 +26,60 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results.json"
-_RSS_MARK = "peak-rss-kib:"
+_LOOK = 0.01
+"""Seconds between two looks at a process's memory: what lives shorter may go unseen."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the hardware gives at best, as measured now."""
+    """What measured, and what its hardware gives at best, as measured in the same run.
 
-    processor: str
+    Attributes:
+        cpu: its name.
+        threads: of torch.
+        torch: its version.
+        commit: of this project.
+        copy_gb_s: bytes read plus bytes written, of a copy far larger than the caches.
+        matmul_bf16_tflops: of a square matmul.
+    """
+
+    cpu: str
     threads: int
-    copy_gb_per_s: float
-    """Bytes read plus bytes written, of a copy far larger than the caches."""
-    fp32_tflops: float
-    bf16_tflops: float
+    torch: str
+    commit: str
+    copy_gb_s: float
+    matmul_bf16_tflops: float
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One comparison: ``value`` of A and of B in ``unit``, medians over the turns."""
+    """One comparison of ours with a peer, a value of each for every turn.
 
-    a: str
-    b: str
+    Attributes:
+        setting: what was measured.
+        ours: in ``unit``.
+        peer: in ``unit``.
+        peer_version: what the peer is.
+        unit: a rate (``.../s``) or ``runs``, where more is better, or else a cost.
+        ratio: the median of ours over that of the peer.
+        target: for the ratio, or None.
+        holds: whether the target is met; None without one.
+        mem_ours: peak anonymous bytes above a process that only imports, or None.
+        mem_peer: likewise.
+        mem_ratio: ours over the peer's.
+    """
+
+    setting: str
+    ours: list[float]
+    peer: list[float]
+    peer_version: str
     unit: str
-    value_a: float
-    value_b: float
     ratio: float
-    """``value_a / value_b``."""
-    spread_a: float
-    """(largest - smallest) / median."""
-    spread_b: float
-    turns: int
+    target: float | None
+    holds: bool | None
+    mem_ours: int | None
+    mem_peer: int | None
+    mem_ratio: float | None
 
 
 Figures = list[Figure]
@@ -72,46 +97,63 @@ def benchmark(function: Benchmark) -> Benchmark:
 
 
 def alternate(
-    a: str,
-    b: str,
-    measure_a: Callable[[], float],
-    measure_b: Callable[[], float],
+    setting: str,
+    peer_version: str,
+    measure_ours: Callable[[], float],
+    measure_peer: Callable[[], float],
     *,
     unit: str,
+    target: float | None = None,
     turns: int = 7,
     warm_up: int = 1,
 ) -> Figure:
-    """Measure the two sides in turns, A B A B, and keep the medians.
+    """Measure the two sides in turns, ours first.
 
     Args:
-        a: what A is.
-        b: what B, the reference, is.
-        measure_a: does A's work once and returns its figure in ``unit`` (see :func:`seconds` for a time).
-        measure_b: the same for B.
-        unit: ``s``, ``tokens/s``, ``MiB``, ...
+        setting: what is measured.
+        peer_version: the reference.
+        measure_ours: does our work once and returns its figure in ``unit`` (see :func:`seconds` for a time).
+        measure_peer: the same for the peer.
+        unit: see :class:`Figure`.
+        target: for the ratio.
         turns: measurements of each side that count.
         warm_up: measurements of each side before these.
     """
     for _ in range(warm_up):
-        measure_a()
-        measure_b()
-    pairs = [(measure_a(), measure_b()) for _ in range(turns)]
-    values_a, values_b = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    median_a, median_b = statistics.median(values_a), statistics.median(values_b)
+        measure_ours()
+        measure_peer()
+    pairs = [(measure_ours(), measure_peer()) for _ in range(turns)]
+    return figure(setting, peer_version, [a for a, _ in pairs], [b for _, b in pairs], unit=unit, target=target)
+
+
+def figure(
+    setting: str,
+    peer_version: str,
+    ours: Sequence[float],
+    peer: Sequence[float],
+    *,
+    unit: str,
+    target: float | None = None,
+    memory: tuple[int, int] | None = None,
+) -> Figure:
+    """A comparison from its values; see :class:`Figure`.
+
+    Args:
+        memory: of ours and of the peer, in bytes.
+    """
+    reference = statistics.median(peer)
+    ratio = statistics.median(ours) / reference if reference else float("inf")
+    more_is_better = unit.endswith("/s") or unit == "runs"
+    holds = None if target is None else ratio >= target if more_is_better else ratio <= target
+    mem_ours, mem_peer = memory or (None, None)
+    mem_ratio = mem_ours / mem_peer if mem_ours is not None and mem_peer else None
     return Figure(
-        a=a,
-        b=b,
-        unit=unit,
-        value_a=median_a,
-        value_b=median_b,
-        ratio=median_a / median_b if median_b else float("inf"),
-        spread_a=_spread(values_a),
-        spread_b=_spread(values_b),
-        turns=turns,
+        setting, list(ours), list(peer), peer_version, unit, ratio, target, holds, mem_ours, mem_peer, mem_ratio
     )
 
 
-def _spread(values: Sequence[float]) -> float:
+def spread(values: Sequence[float]) -> float:
+    """(largest - smallest) / median."""
     median = statistics.median(values)
     return (max(values) - min(values)) / median if median else 0.0
 
@@ -142,21 +184,51 @@ def run_python(arguments: Sequence[str], *, environment: dict[str, str] | None =
     return done.stdout
 
 
-def peak_memory_mib(code: str, *, imports: str, timeout: float = 600.0) -> float:
-    """Peak resident MiB of a process that runs ``imports`` and ``code``, above one that runs only ``imports``.
+class AnonymousPeak:
+    """The largest sum of the anonymous memory of a process and its children, looked at while the block runs.
 
-    Both run in processes of their own, so that neither meets what the other left in its allocator.
+    Attributes:
+        bytes: the largest so far.
+
+    Args:
+        pid: of the process.
     """
-    return (_peak_kib(f"{imports}\n{code}", timeout) - _peak_kib(imports, timeout)) / 1024
+
+    def __init__(self, pid: int) -> None:
+        self.bytes = 0
+        self._pid = pid
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> AnonymousPeak:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(_LOOK):
+            self.bytes = max(self.bytes, sum(map(_anonymous_bytes, (self._pid, *_children(self._pid)))))
 
 
-def _peak_kib(code: str, timeout: float) -> int:
-    # ru_maxrss starts from the parent's size at fork and so misses small children; VmHWM starts anew at exec.
-    report = (
-        "import sys\nsys.stdout.write('\\n%s' + next(l for l in open('/proc/self/status') if l.startswith('VmHWM')))"
-    )
-    output = run_python(["-c", f"{code}\n{report % _RSS_MARK}"], timeout=timeout)
-    return int(output.rpartition(_RSS_MARK)[2].split()[1])
+def _children(pid: int) -> list[int]:
+    children: list[int] = []
+    try:
+        for task in os.listdir(f"/proc/{pid}/task"):
+            children += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+    except OSError:
+        return []
+    return children
+
+
+def _anonymous_bytes(pid: int) -> int:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon:")), 0)
 
 
 def measure_machine(*, copy_mib: int = 256, size: int = 1024, turns: int = 5) -> Machine:
@@ -166,18 +238,22 @@ def measure_machine(*, copy_mib: int = 256, size: int = 1024, turns: int = 5) ->
     source = torch.zeros(copy_mib * 2**18)
     target = torch.empty_like(source)
     copy = min(seconds(lambda: target.copy_(source))() for _ in range(turns + 1))
-
-    def tflops(dtype: torch.dtype) -> float:
-        left, right = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
-        return 2 * size**3 / min(seconds(lambda: left @ right)() for _ in range(turns + 1)) / 1e12
-
+    left, right = (torch.randn(size, size).to(torch.bfloat16) for _ in range(2))
+    matmul = min(seconds(lambda: left @ right)() for _ in range(turns + 1))
     return Machine(
-        processor=_processor(),
+        cpu=_processor(),
         threads=torch.get_num_threads(),
-        copy_gb_per_s=2 * source.nbytes / copy / 1e9,
-        fp32_tflops=tflops(torch.float32),
-        bf16_tflops=tflops(torch.bfloat16),
+        torch=torch.__version__.partition("+")[0],
+        commit=_commit(),
+        copy_gb_s=2 * source.nbytes / copy / 1e9,
+        matmul_bf16_tflops=2 * size**3 / matmul / 1e12,
     )
+
+
+def _commit() -> str:
+    """The commit that is checked out; a mark says that files differ from it."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _processor() -> str:
@@ -204,22 +280,28 @@ def run(only: str | None = None) -> None:
         chosen = {only: chosen[only]}
     machine = measure_machine()
     _say(
-        f"{machine.processor}, {machine.threads} threads: copy {machine.copy_gb_per_s:.1f} GB/s, "
-        f"matmul fp32 {machine.fp32_tflops:.3f} and bf16 {machine.bf16_tflops:.3f} TFLOP/s"
+        f"{machine.cpu}, {machine.threads} threads: copy {machine.copy_gb_s:.1f} GB/s, "
+        f"bf16 matmul {machine.matmul_bf16_tflops:.3f} TFLOP/s"
     )
-    report: dict[str, list[dict[str, object]]] = {}
+    rows: list[dict[str, object]] = []
     for name, function in sorted(chosen.items()):
         _say(f"\n{name}")
-        figures = function(machine)
-        for figure in figures:
-            _say(
-                f"  {figure.ratio:7.3f}x  {figure.a}: {figure.value_a:.4g} {figure.unit} (spread {figure.spread_a:.0%})"
-                f"  vs  {figure.b}: {figure.value_b:.4g} {figure.unit} (spread {figure.spread_b:.0%})"
-            )
-        report[name] = [asdict(figure) for figure in figures]
+        for row in function(machine):
+            _say(_describe(row))
+            rows.append({"name": name, **asdict(row)})
         RESULTS.parent.mkdir(exist_ok=True)
-        RESULTS.write_text(json.dumps({"machine": asdict(machine), "benchmarks": report}, indent=2) + "\n")
+        RESULTS.write_text(json.dumps({"machine": asdict(machine), "rows": rows}, indent=1) + "\n")
     _say(f"\n{RESULTS.relative_to(ROOT)} written")
+
+
+def _describe(row: Figure) -> str:
+    sides = (
+        f"{what}: {statistics.median(values):.4g} {row.unit} (spread {spread(values):.0%})"
+        for what, values in ((row.setting, row.ours), (row.peer_version, row.peer))
+    )
+    target = "" if row.target is None else f"  target {row.target:g}: {'holds' if row.holds else 'MISSED'}"
+    memory = "" if row.mem_ratio is None else f"  memory {row.mem_ratio:.3f}x"
+    return f"  {row.ratio:7.3f}x  {'  vs  '.join(sides)}{target}{memory}"
 
 
 def _say(line: str) -> None:

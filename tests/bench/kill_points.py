@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.bench.harness import Figure, Figures, Machine, benchmark
+from tests.bench.harness import Figure, Figures, Machine, benchmark, figure
 from tests.distributed.cases_kill_points import SCENARIOS, Trial
 from tests.distributed.pool import Pool
 
@@ -52,14 +52,5 @@ def _count(name: str, work: Callable[[Path], list[Trial]]) -> Figure:
         sys.stdout.write(f"  LOST {name}, {trial.operation}: {trial.fault}\n")
     seconds = time.perf_counter() - started
     survived = len(trials) - len(lost)
-    return Figure(
-        a=f"{name}: runs that went on ({len(lost)} lost, {seconds:.0f} s)",
-        b="kills",
-        unit="runs",
-        value_a=survived,
-        value_b=len(trials),
-        ratio=survived / len(trials),
-        spread_a=0.0,
-        spread_b=0.0,
-        turns=1,
-    )
+    setting = f"{name}: runs that went on ({len(lost)} lost, {seconds:.0f} s)"
+    return figure(setting, "kills", [survived], [len(trials)], unit="runs", target=1.0)

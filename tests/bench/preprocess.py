@@ -8,16 +8,15 @@ is not counted. Texts and tokenizer come from ``make material``.
 from __future__ import annotations
 
 import itertools
-import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
-from tests.bench.harness import ROOT, Figure, Figures, Machine, alternate, benchmark, run_python, seconds
+from tests.bench.harness import ROOT, AnonymousPeak, Figure, Figures, Machine, alternate, benchmark, run_python, seconds
 
 MATERIAL = ROOT / ".cache" / "material"
 TOKENIZER = MATERIAL / "tokenizers" / "qwen2_5"
@@ -47,10 +46,11 @@ def preprocess(machine: Machine) -> Figures:
             figures.append(
                 alternate(
                     f"preprocess_data.py, {name}, {corpus.stat().st_size / MB:.0f} MB, 2 workers",
-                    "tokenizers encode_batch_fast on parsed rows, 2 threads",
+                    f"tokenizers {version('tokenizers')} encode_batch_fast on parsed rows, 2 threads",
                     rate(corpus, seconds(lambda path=corpus: prepare(path))),
                     rate(corpus, lambda path=corpus: library_seconds(path)),
                     unit="MB/s",
+                    target=0.9,
                     turns=5,
                 )
             )
@@ -113,31 +113,11 @@ def library_seconds(corpus: Path) -> float:
 
 
 def peak_anonymous_mib(corpus: Path) -> float:
-    """Largest sum of the anonymous memory of the preparation and its workers, looked at every 20 ms."""
-    peak = 0
+    """Peak of the preparation and its workers."""
     with command(corpus) as arguments:
         process = subprocess.Popen([sys.executable, *arguments], cwd=ROOT, stdout=subprocess.DEVNULL)
-        while process.poll() is None:
-            peak = max(peak, sum(_anonymous_kib(pid) for pid in (process.pid, *_children(process.pid))))
-            time.sleep(0.02)
+        with AnonymousPeak(process.pid) as peak:
+            process.wait()
     if process.returncode:
         raise RuntimeError(f"the preparation ended with {process.returncode}")
-    return peak / 1024
-
-
-def _children(pid: int) -> list[int]:
-    children: list[int] = []
-    try:
-        for task in os.listdir(f"/proc/{pid}/task"):
-            children += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
-    except OSError:
-        return []
-    return children
-
-
-def _anonymous_kib(pid: int) -> int:
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon:")), 0)
+    return peak.bytes / 2**20

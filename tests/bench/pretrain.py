@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
+from importlib.metadata import version
 
-from tests.bench.harness import ROOT, Figure, Figures, Machine, alternate, benchmark
+from tests.bench.harness import ROOT, AnonymousPeak, Figure, Figures, Machine, alternate, benchmark, figure
 from tests.bench.pretrain_side import GLOBAL_BATCH, LENGTH, THREADS
 
 TURNS = 3
@@ -24,6 +26,8 @@ class _Side:
             stdout=subprocess.PIPE,
             text=True,
         )
+        self.watching = ExitStack()
+        self.memory = self.watching.enter_context(AnonymousPeak(self.process.pid))
 
     def tokens_per_second(self) -> float:
         """Of one step."""
@@ -32,13 +36,13 @@ class _Side:
         self.process.stdin.flush()
         return GLOBAL_BATCH * LENGTH / float(self._answer("step"))
 
-    def peak_mib(self) -> float:
-        """Ends the process; its highest resident MiB."""
+    def end(self) -> int:
+        """Ends the process; the most anonymous bytes that it had."""
         assert self.process.stdin is not None, "opened with a pipe"
         self.process.stdin.close()
-        peak = int(self._answer("peak")) / 1024
         self.process.wait()
-        return peak
+        self.watching.close()
+        return self.memory.bytes
 
     def _answer(self, word: str) -> str:
         assert self.process.stdout is not None, "opened with a pipe"
@@ -48,21 +52,19 @@ class _Side:
         raise SystemExit(f"error: a side of the benchmark ended with status {self.process.wait()}")
 
 
-def _compare(micro_batch: int, other: str, name: str) -> list[Figure]:
+def _compare(micro_batch: int, other: str, name: str, target: float | None = None) -> Figure:
     ours, theirs = _Side("ours", micro_batch), _Side(other, micro_batch)
-    what = f"ours, micro-batch {micro_batch}"
-    rate = alternate(
-        what, name, ours.tokens_per_second, theirs.tokens_per_second, unit="tokens/s", turns=TURNS, warm_up=1
-    )
-    baseline = _Side("imports", micro_batch).peak_mib()
-    memory = (ours.peak_mib() - baseline, theirs.peak_mib() - baseline)
-    return [rate, alternate(what, name, lambda: memory[0], lambda: memory[1], unit="MiB", turns=1, warm_up=0)]
+    setting = f"150M Qwen2.5, bf16 with fp32 main weights, sequence {LENGTH}, micro-batch {micro_batch}"
+    rate = alternate(setting, name, ours.tokens_per_second, theirs.tokens_per_second, unit="tokens/s", turns=TURNS)
+    baseline = _Side("imports", micro_batch).end()
+    memory = (ours.end() - baseline, theirs.end() - baseline)
+    return figure(setting, name, rate.ours, rate.peer, unit=rate.unit, target=target, memory=memory)
 
 
 @benchmark
 def pretrain(machine: Machine) -> Figures:
     """Tokens per second and memory above an import-only process, at micro-batch 1 and 4."""
-    figures = []
-    for micro_batch in (1, 4):
-        figures += _compare(micro_batch, "autocast", "transformers fp32 weights, autocast bf16, fused AdamW")
-    return figures + _compare(1, "bf16", "transformers all in bf16, fused AdamW")
+    transformers = f"transformers {version('transformers')}"
+    autocast = f"{transformers}, fp32 weights, autocast bf16, fused AdamW"
+    figures = [_compare(micro_batch, "autocast", autocast, target=1.0) for micro_batch in (1, 4)]
+    return [*figures, _compare(1, "bf16", f"{transformers}, all in bf16, fused AdamW")]

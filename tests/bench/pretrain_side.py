@@ -1,7 +1,7 @@
 """One side of the pretraining benchmark, in a process of its own.
 
 ``python -m tests.bench.pretrain_side SIDE MICRO_BATCH`` builds the model, then takes a step for each line on its
-standard input and answers with the seconds of the step; at the end of input it writes its peak resident KiB.
+standard input and answers with the seconds of the step.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -129,11 +128,6 @@ SIDES: dict[str, Callable[[int], Step]] = {
 }
 
 
-def _peak_kib() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
-
-
 def main() -> None:
     torch.set_num_threads(THREADS)
     step = SIDES[sys.argv[1]](int(sys.argv[2]))
@@ -142,7 +136,6 @@ def main() -> None:
         loss = step()
         sys.stdout.write(f"step {time.perf_counter() - started} {loss}\n")
         sys.stdout.flush()
-    sys.stdout.write(f"peak {_peak_kib()}\n")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import version
 
 import torch
 from torch import Tensor
@@ -38,8 +39,10 @@ def _one(dtype: torch.dtype, rows: int, width: int) -> Figures:
         return chosen(x, weight, EPS)
 
     others: dict[str, Norm] = {
-        "F.rms_norm": lambda x, weight: torch.nn.functional.rms_norm(x, (width,), weight, EPS),
-        "transformers LlamaRMSNorm": lambda x, _: theirs(x),
+        f"torch {version('torch')} F.rms_norm": lambda x, weight: torch.nn.functional.rms_norm(
+            x, (width,), weight, EPS
+        ),
+        f"transformers {version('transformers')} LlamaRMSNorm": lambda x, _: theirs(x),
     }
     name = f"{str(dtype).removeprefix('torch.')} [{rows}, {width}]"
     forward, both = f"cpp forward {name}", f"cpp forward+backward {name}"
@@ -56,7 +59,7 @@ def _one(dtype: torch.dtype, rows: int, width: int) -> Figures:
         return seconds(lambda: torch.autograd.grad(norm(leaf, theirs.weight), (leaf, theirs.weight), dy))
 
     return [
-        alternate(forward, "copy", run(ours), seconds(lambda: out.copy_(x)), unit="s"),
+        alternate(forward, "copy of the tensor", run(ours), seconds(lambda: out.copy_(x)), unit="s"),
         *(alternate(forward, other, run(ours), run(norm), unit="s") for other, norm in others.items()),
         *(alternate(both, other, train(ours), train(norm), unit="s") for other, norm in others.items()),
     ]

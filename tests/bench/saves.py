@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 from collections.abc import Sequence
+from importlib.metadata import version
 
-from tests.bench.harness import Figure, Figures, Machine, benchmark
+from tests.bench.harness import Figure, Figures, Machine, benchmark, figure
 from tests.distributed.pool import Pool
 
 SIDE = "tests.bench.saves_side"
@@ -28,15 +28,21 @@ def saves(machine: Machine) -> Figures:
         pool.close()
     rates = [{name: turn["MB"] / turn[name] for name in ("at once", "written", "copy")} for turn in alone]
     return [
-        _figure("a save, 8 ranks, tiny model", "megatron-core's writer", "s", turns, "ours", "theirs"),
+        _figure(
+            "a save, 8 ranks, tiny model",
+            f"megatron-core {version('megatron-core')} writer",
+            "s",
+            turns,
+            "ours",
+            "theirs",
+        ),
         _figure("training waits, --async-save", "training waits, save at once", "s", alone, "background", "at once"),
         _figure("save at once, fsync", "copy of its files, fsync", "MB/s", rates, "at once", "copy"),
         _figure("save in the background, fsync", "copy of its files, fsync", "MB/s", rates, "written", "copy"),
     ]
 
 
-def _figure(a: str, b: str, unit: str, turns: Sequence[dict[str, float]], name_a: str, name_b: str) -> Figure:
-    values = [[turn[name] for turn in turns] for name in (name_a, name_b)]
-    median_a, median_b = map(statistics.median, values)
-    spread_a, spread_b = ((max(side) - min(side)) / statistics.median(side) for side in values)
-    return Figure(a, b, unit, median_a, median_b, median_a / median_b, spread_a, spread_b, len(turns))
+def _figure(
+    setting: str, peer: str, unit: str, turns: Sequence[dict[str, float]], name_ours: str, name_peer: str
+) -> Figure:
+    return figure(setting, peer, [turn[name_ours] for turn in turns], [turn[name_peer] for turn in turns], unit=unit)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+
 from tests.bench.harness import Figures, Machine, alternate, benchmark, run_python, seconds
 
 
@@ -11,7 +13,7 @@ def help_time(machine: Machine) -> Figures:
     return [
         alternate(
             "pretrain_gpt.py --help",
-            "python -c pass",
+            f"Python {platform.python_version()} -c pass",
             seconds(lambda: run_python(["pretrain_gpt.py", "--help"])),
             seconds(lambda: run_python(["-c", "pass"])),
             unit="s",

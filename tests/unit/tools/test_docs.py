@@ -22,7 +22,7 @@ from mindspeed_llm.ops import registry
 from mindspeed_llm.tools import docs, samples
 
 ROOT = Path(__file__).resolve().parents[3]
-GUIDES = ("architecture", "data", "durability", "feature-map")
+GUIDES = ("architecture", "data", "durability", "feature-map", "numerics")
 BY_HAND = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{name}.md" for name in GUIDES))
 UPSTREAM = ROOT / "tests" / "unit" / "cli"
 TORCHRUN = {"--nproc_per_node"}
