@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_llm.cli import preprocess
 from mindspeed_llm.cli.pretrain import main
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -69,3 +70,12 @@ def test_it_stops_where_the_run_would(
 def test_a_run_without_steps_needs_no_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*FLAGS[:-1], "nowhere", "--train-iters", "0"]) == 0
     assert "valid: 4 processes" in capsys.readouterr().out
+
+
+def test_a_preparation_is_looked_at_and_nothing_is_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    flags = ["--output-prefix", str(tmp_path / "text"), "--tokenizer-name-or-path", str(MODEL), "--validate-only"]
+    assert preprocess.main(["--input", str(TEXT), *flags]) == 0
+    assert "valid: 1 files, a tokenizer with 4096 ids" in capsys.readouterr().out
+    assert preprocess.main(["--input", "nowhere", *flags]) != 0
+    assert "nowhere" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
