@@ -104,7 +104,7 @@ def _add(group: argparse._ArgumentGroup, spelling: str, meaning: Meaning, text: 
 def _form(meaning: Meaning) -> dict[str, Any]:
     """How many values follow a spelling, and how --help shows them."""
     if not isinstance(meaning, FieldFlag):
-        return {"nargs": 0} if meaning.takes == 0 else {"metavar": "VALUE"}
+        return {"metavar": "VALUE", "nargs": None if meaning.takes == 1 else meaning.takes}
     spec = meaning.spec
     if spec.is_bool:
         return {"nargs": 0}

@@ -17,7 +17,7 @@ class Alias:
         section: where --help shows it.
         help: what it does.
         expand: field values from the text after the flag, which is empty for a flag without value.
-        takes: how many values follow, 0 or 1.
+        takes: how many values follow; ``expand`` gets them with a space between.
     """
 
     section: str
@@ -75,6 +75,32 @@ def _number(flag: str, text: str) -> float:
         raise ConfigError(f"{flag} takes a number", got=text) from None
 
 
+UPSTREAM_SPECS: Mapping[str, Mapping[str, object]] = MappingProxyType(
+    {
+        "mindspeed_llm.tasks.models.spec.qwen3_spec layer_spec": {},
+        "mindspeed_llm.tasks.models.spec.gemma2_spec layer_spec": {"post_norm": True},
+    }
+)
+"""MindSpeed-LLM's layer specs whose layers are built here, with what they say beyond the other flags."""
+
+
+def layer_spec(text: str) -> Mapping[str, object]:
+    """What one of MindSpeed-LLM's layer specs says that no other flag does.
+
+    Raises:
+        ConfigError: a spec whose layers are not built here, or a module of the user's.
+    """
+    try:
+        return UPSTREAM_SPECS[text]
+    except KeyError:
+        raise ConfigError(
+            "--spec names layers that are not built here",
+            got=text,
+            allowed=", or ".join(UPSTREAM_SPECS),
+            fix="leave it out where the other flags say what the layers are; a module of another suite cannot be run",
+        ) from None
+
+
 def windowed(**beside: object) -> Callable[[str], Mapping[str, object]]:
     """The function that makes of a number of visible tokens, the query's own included, megatron-core's window to the
     left, with the values ``beside``."""
@@ -121,6 +147,13 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         "--sliding-window": Alias("transformer", "Each token sees this many, itself included.", windowed(), takes=1),
         "--interleave-sliding-window": Alias(
             "transformer", "The same in every other layer, from the first.", windowed(window_attn_skip_freq=2), takes=1
+        ),
+        "--spec": Alias(
+            "transformer",
+            "MindSpeed-LLM's spec of the layers of Qwen3 (the norms of queries and keys come from --qk-layernorm) or "
+            "of Gemma 2 (--post-norm).",
+            layer_spec,
+            takes=2,
         ),
         "--query-pre-attn-scalar": Alias(
             "transformer", "Scores are divided by the square root of this.", query_scalar, takes=1

@@ -12,10 +12,17 @@ ALREADY_OFF = "it is always off here"
 
 
 class NoEffect(NamedTuple):
-    """Why a flag changes nothing, and how many values it takes (0 or 1)."""
+    """A flag that changes nothing.
+
+    Attributes:
+        reason: why.
+        takes: how many values follow, 0 or 1.
+        only: values with which it changes nothing, where that is not so with every value; another is refused.
+    """
 
     reason: str
     takes: int = 0
+    only: tuple[str, ...] = ()
 
 
 NO_EFFECT: Mapping[str, NoEffect] = MappingProxyType(
@@ -25,6 +32,7 @@ NO_EFFECT: Mapping[str, NoEffect] = MappingProxyType(
         "--use-fused-rmsnorm": NoEffect(CHOSEN_AT_START),
         "--use-fused-rotary-pos-emb": NoEffect(CHOSEN_AT_START),
         "--attention-backend": NoEffect(CHOSEN_AT_START, takes=1),
+        "--shape-order": NoEffect("each implementation of attention lays out its tensors as it needs them", takes=1),
         "--attention-softmax-in-fp32": NoEffect("the softmax of attention is always computed in fp32"),
         "--no-masked-softmax-fusion": NoEffect(ALREADY_OFF),
         "--no-gradient-accumulation-fusion": NoEffect(ALREADY_OFF),
@@ -33,6 +41,19 @@ NO_EFFECT: Mapping[str, NoEffect] = MappingProxyType(
         "--no-persist-layer-norm": NoEffect(ALREADY_OFF),
         "--no-async-tensor-model-parallel-allreduce": NoEffect("megatron-core ignores it"),
         "--no-position-embedding": NoEffect("--position-embedding-type says whether there is a table of positions"),
+        "--context-parallel-algo": NoEffect(
+            "there is one context-parallel rank",
+            takes=1,
+            only=("megatron_cp_algo", "ulysses_cp_algo", "hybrid_cp_algo", "kvallgather_cp_algo"),
+        ),
+        "--output-layer-slice-num": NoEffect("the loss is always computed a few rows of logits at a time", takes=1),
+        "--loss-compute-mode": NoEffect("this is how the loss is computed", takes=1, only=("default",)),
+        "--handler-name": NoEffect(
+            "text for pretraining is read from raw files as it is", takes=1, only=("GeneralPretrainHandler",)
+        ),
+        "--append-eod": NoEffect("documents of raw files always end with the token that ends a document"),
+        "--workers": NoEffect("raw files are prepared on all cores", takes=1),
+        "--tokenizer-padding-side": NoEffect("samples of pretraining are never padded", takes=1),
         "--enable-hf2mg-convert": NoEffect("--load takes a Hugging Face folder as it is"),
         "--ckpt-format": NoEffect(CHECKPOINT_FORMAT, takes=1),
         "--use-dist-ckpt": NoEffect(CHECKPOINT_FORMAT),

@@ -75,7 +75,8 @@ def hidden_fields_are_untouched(cfg: RunConfig) -> Iterator[ConfigError]:
             continue
         value = cfg.value(name)
         if value != spec.default:
-            yield ConfigError(f"{name} is not available: {refusal(spec.flag)}", got=value, allowed=spec.default)
+            row = refusal(spec.flag)
+            yield ConfigError(f"{name} is not available: {row and row.told}", got=value, allowed=spec.default)
 
 
 def implementation_is_local(cfg: RunConfig) -> Iterator[ConfigError]:

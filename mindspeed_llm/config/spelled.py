@@ -7,6 +7,7 @@ import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import cast
 
 from mindspeed_llm.config.aliases import ALIASES, Alias
 from mindspeed_llm.config.no_effect import NO_EFFECT, NoEffect
@@ -39,6 +40,12 @@ def meanings() -> Mapping[str, Meaning]:
     return MappingProxyType({**table, **ALIASES, **NO_EFFECT})
 
 
+def meaning_of(spelling: str) -> Meaning | None:
+    """What ``spelling`` (with its dashes) means; None where it is not accepted."""
+    # Spellings are lower case but for one historical field name.
+    return meanings().get(spelling) or _folded().get(spelling)
+
+
 def as_flag(key: str) -> str:
     """``key`` of a YAML file or the environment as it is spelled on the command line."""
     return "--" + key.strip().lower().lstrip("-").replace("_", "-")
@@ -46,9 +53,9 @@ def as_flag(key: str) -> str:
 
 def unknown_flag(spelling: str, source: str) -> ConfigError:
     """The error for a spelling that nothing accepts: refused with a reason, or unknown with the nearest ones."""
-    reason = refusal(spelling)
-    if reason is not None:
-        return ConfigError(f"{spelling} is not available ({source}): {reason}")
+    row = refusal(spelling)
+    if row is not None:
+        return ConfigError(f"{spelling} is not available ({source}): {row.told}")
     near = difflib.get_close_matches(spelling, meanings(), n=3)
     return ConfigError(
         f"{spelling} is not a known option ({source})", fix=f"did you mean {', '.join(near)}?" if near else None
@@ -79,8 +86,7 @@ def read_settings(settings: Iterable[tuple[str, object]], source: str) -> Readin
     """
     reading = Reading(source)
     for spelling, raw in settings:
-        # Spellings are lower case but for one historical field name.
-        meaning = meanings().get(spelling) or _folded().get(spelling)
+        meaning = meaning_of(spelling)
         if meaning is None:
             reading.errors.append(unknown_flag(spelling, source))
             continue
@@ -105,7 +111,18 @@ def _read(meaning: Meaning, spelling: str, raw: object, reading: Reading) -> Non
     elif meaning.takes == 0 and not to_bool(raw, spelling):
         return
     elif isinstance(meaning, NoEffect):
+        if meaning.only and str(raw) not in meaning.only:
+            row = refusal(spelling)
+            waits = f": {row.told}" if row else ""
+            raise ConfigError(
+                f"{spelling} is not available with this value{waits}", got=raw, allowed=", ".join(meaning.only)
+            )
         reading.notices.append(f"{spelling} has no effect here: {meaning.reason}")
     else:
-        for name, value in meaning.expand(str(raw) if meaning.takes else "").items():
+        for name, value in meaning.expand(_text(raw) if meaning.takes else "").items():
             reading.values[name] = convert(field_table()[name], value)
+
+
+def _text(raw: object) -> str:
+    """Several values of the command line as YAML and the environment write them."""
+    return " ".join(cast("list[str]", raw)) if isinstance(raw, list) else str(raw)
