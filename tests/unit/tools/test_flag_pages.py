@@ -44,6 +44,7 @@ def test_no_flag_is_listed_twice_and_each_has_an_owner() -> None:
 def test_where_a_flag_stands(name: str, kind: str, comes: str) -> None:
     found = standing(name)
     assert (found.kind, found.comes) == (kind, comes)
+    assert found.is_implemented == (kind in ("supported", "other spelling", "without effect"))
 
 
 def test_the_shares_are_the_sums_of_the_counts() -> None:
