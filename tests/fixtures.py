@@ -112,5 +112,5 @@ def redraw(model: Any, seed: int = 0) -> None:
         if name in stored and tensor.is_floating_point():
             drawn = torch.randn(tensor.shape, generator=generator) * 0.05
             # Norms stay around what they start from: 1, or 0 where the weight is a distance from 1.
-            tensor.copy_(drawn + tensor.mean().round() if "norm" in name and tensor.dim() == 1 else drawn)
+            tensor.copy_(drawn + tensor.mean().round() if tensor.dim() == 1 else drawn)
     model.tie_weights()

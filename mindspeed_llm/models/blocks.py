@@ -80,3 +80,8 @@ LINEAR_BIASES = (
     ParamMap(_MCORE + "mlp.linear_fc2.bias", (_HF + "mlp.down_proj.bias",), when="add_bias_linear"),
 )
 """Biases on every linear layer of the block, as ``add_bias_linear`` makes them."""
+
+
+def layer_norm(mcore: str, hf: str) -> tuple[ParamMap, ParamMap]:
+    """Weight and bias of one norm."""
+    return ParamMap(mcore + ".weight", (hf + ".weight",)), ParamMap(mcore + ".bias", (hf + ".bias",))
