@@ -1,22 +1,26 @@
 """Tiny Hugging Face models and a byte tokenizer, made on the spot and kept for the session.
 
-Every weight is drawn anew (norms around where they start, the rest N(0, 0.05)), so that a tensor that is dropped, swapped or
-transposed cannot go unseen. Vocabulary 328 needs no padding at the usual test settings; 323 is odd on purpose.
+Every weight is drawn anew (vectors around where they start, the rest N(0, 0.05)), so that a tensor that is dropped,
+swapped or transposed cannot go unseen. Vocabulary 328 needs no padding at the usual test settings; 323 is odd on purpose.
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
+import json
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from mindspeed_llm.models.registry import families, family_by_name
+from tests.oracles import ORACLES
 
+ORACLE = "oracle.safetensors"
 SPECIAL = ("<|im_end|>", "<|pad|>", "<|endoftext|>", "<|im_start|>")
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -42,6 +46,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llamalin": ("llama", _rope("linear", 1e4, factor=8.0)),
     "llamayarn": ("llama", _YARN),
     "llamadyn": ("llama", {**_rope("dynamic", 1e4, factor=4.0), "max_position_embeddings": 16}),
+    "baichuan13": ("baichuan", {"max_position_embeddings": None}),
     "llamabias": ("llama", {**_rope("default", 1e4), "attention_bias": True, "mlp_bias": True}),
 }
 """Name -> family, and what differs from the family's tiny model; each family stands here under its own name, too."""
@@ -89,18 +94,38 @@ def hf_folder(name: str, vocab: int = 328, seed: int = 0, **changes: Any) -> Pat
 
 @functools.cache
 def _hf_folder(name: str, seed: int, changes: tuple[tuple[str, Any], ...]) -> Path:
-    import transformers
-
     family_name, differs = MODELS[name]
     family = family_by_name(family_name)
-    architecture = family.hf_architectures[0]
-    kind = getattr(transformers, architecture)
-    model = kind(kind.config_class(**{**family.tiny, **_TOKENS, **differs, **dict(changes)})).float().eval()
-    redraw(model, seed)
+    config = {**family.tiny, **_TOKENS, **differs, **dict(changes)}
     folder = _root() / "-".join([name, str(seed), *(f"{key}={value}" for key, value in changes)])
-    model.save_pretrained(folder)
+    if family_name in ORACLES:
+        _relaid_folder(folder, family_name, config, seed)
+    else:
+        import transformers
+
+        kind = getattr(transformers, family.hf_architectures[0])
+        model = kind(kind.config_class(**config)).float().eval()
+        redraw(model, seed)
+        model.save_pretrained(folder)
     shutil.copytree(tokenizer_folder(), folder, dirs_exist_ok=True)
     return folder
+
+
+def _relaid_folder(folder: Path, family_name: str, config: dict[str, Any], seed: int) -> None:
+    """A folder of a family that transformers has no class for; ``oracle.safetensors`` are its oracle's own weights."""
+    family = family_by_name(family_name)
+    if "padded_vocab_size" in config:
+        config["padded_vocab_size"] = config.pop("vocab_size", config["padded_vocab_size"])
+    oracle = ORACLES[family_name]
+    model = oracle.build(config).float().eval()
+    redraw(model, seed)
+    folder.mkdir()
+    described = {"architectures": list(family.hf_architectures[:1]), "model_type": family.hf_model_type, **config}
+    (folder / "config.json").write_text(json.dumps({**described, "torch_dtype": "float32"}))
+    own = {name: tensor.contiguous() for name, tensor in model.named_parameters()}
+    save_file(own, folder / ORACLE)
+    relaid = {name: tensor.contiguous() for name, tensor in oracle.relay(own, config).items()}
+    save_file(relaid, folder / "model.safetensors", {"format": "pt"})
 
 
 @torch.no_grad()
@@ -111,6 +136,6 @@ def redraw(model: Any, seed: int = 0) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name in stored and tensor.is_floating_point():
             drawn = torch.randn(tensor.shape, generator=generator) * 0.05
-            # Norms stay around what they start from: 1, or 0 where the weight is a distance from 1.
+            # Vectors stay around what they start from: norms 1, or 0 where the weight is a distance from 1; biases 0.
             tensor.copy_(drawn + tensor.mean().round() if tensor.dim() == 1 else drawn)
     model.tie_weights()

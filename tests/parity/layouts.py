@@ -32,7 +32,8 @@ class Model(NamedTuple):
     layouts: str
 
 
-#: The two families that run in every layout. Where tied embeddings matter (gradients meet from two places or stages), both are here.
+#: The families that run in every layout. Where tied embeddings matter (gradients meet from two places or stages), both
+#: are here.
 THOROUGH = {
     "qwen2": Model(
         "q25",
@@ -64,6 +65,7 @@ SPECIAL = {
     "linear rope": Model("llamalin", {}, "tp2"),
     "yarn rope": Model("llamayarn", {}, "tp2+pp2"),
     "dynamic rope": Model("llamadyn", {}, "tp2+sp"),
+    "ALiBi, norm head": Model("baichuan13", {}, "one tp2+sp+pp2"),
     "biases": Model("llamabias", {}, "tp2+sp+pp2"),
     "padded vocabulary": Model("q25", {"vocab_size": 323}, "one+divisor128 tp2+sp+divisor128 tp2+pp2+divisor128"),
     "padded vocabulary, tied": Model("q25tied", {"vocab_size": 323}, "tp4+divisor128 tp2+sp+pp2+divisor128"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,8 +11,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from mindspeed_llm.models.registry import family_for
+from tests.fixtures import ORACLE
+from tests.oracles import ORACLES
 from tests.parity.layouts import RECIPE
 
 SEQUENCE = 32
@@ -85,6 +89,13 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """transformers' model without dropout, every row of its embedding trained as Megatron trains them."""
     import transformers
 
+    if (folder / ORACLE).exists():
+        config = json.loads((folder / "config.json").read_text())
+        model = ORACLES[family_for(config).name].build(config).to(dtype).eval()
+        missing, unexpected = model.load_state_dict(load_file(folder / ORACLE), strict=False)
+        tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+        assert (set(missing), unexpected) == (tied, [])
+        return model
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     # transformers gives the row of the padding token no gradient; here, the loss mask says what counts.
     model.get_input_embeddings().padding_idx = None  # pyright: ignore[reportArgumentType]
@@ -95,6 +106,14 @@ def token_batches(seed: int, vocab: int, steps: int = STEPS, batch: int = GLOBAL
     """``[steps, batch, SEQUENCE + 1]`` token ids."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, vocab, (steps, batch, SEQUENCE + 1), generator=generator)
+
+
+def family_names(folder: Path, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of :func:`load_model`'s parameters under the names, and in the layout, of the folder."""
+    if not (folder / ORACLE).exists():
+        return dict(own)
+    config = json.loads((folder / "config.json").read_text())
+    return ORACLES[family_for(config).name].relay(own, config)
 
 
 def mean_loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
@@ -114,18 +133,19 @@ def train(folder: Path, seed: int, gradients: Path) -> Reference:
     ]
     betas = (RECIPE["adam_beta1"], RECIPE["adam_beta2"])
     optimizer = torch.optim.AdamW(groups, lr=RECIPE["lr"], betas=betas, eps=RECIPE["adam_eps"])
-    trace = Trace()
+    trace, found = Trace(), {}
     for batch in tokens:
         optimizer.zero_grad()
         loss = mean_loss(model, batch)
         loss.backward()
         if not trace.losses:
-            save_file({name: p.grad for name, p in named.items() if p.grad is not None}, gradients)
+            found = family_names(folder, {name: p.grad for name, p in named.items() if p.grad is not None})
+            save_file({name: gradient.contiguous() for name, gradient in found.items()}, gradients)
         norm = torch.nn.utils.clip_grad_norm_(itertools.chain(*(g["params"] for g in groups)), RECIPE["clip_grad"])
         optimizer.step()
         trace.losses.append(loss.item())
         trace.grad_norms.append(norm.item())
-    return Reference(folder, tokens, trace, gradients, tuple(named))
+    return Reference(folder, tokens, trace, gradients, tuple(found))
 
 
 def relative(value: float, reference: float) -> float:

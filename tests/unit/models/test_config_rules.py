@@ -13,6 +13,7 @@ from mindspeed_llm.config.resolve import from_values
 from mindspeed_llm.errors import ConversionError
 from mindspeed_llm.models.family import ModelFamily, values_of
 from mindspeed_llm.models.registry import families, family_by_name, family_for
+from tests.oracles import ORACLES
 
 LLAMA31 = {
     "architectures": ["LlamaForCausalLM"],
@@ -337,7 +338,7 @@ def test_the_registry_names_what_it_has() -> None:
     with pytest.raises(ConversionError, match="Qwen2ForSequenceClassification"):
         family_for({"architectures": ["Qwen2ForSequenceClassification"], "model_type": "qwen2"})
     assert family_for({"model_type": "qwen2"}).name == "qwen2"
-    with pytest.raises(ConversionError, match="llama, .*qwen2"):
+    with pytest.raises(ConversionError, match=r"llama, .*qwen2"):
         family_by_name("gpt5")
 
 
@@ -346,15 +347,23 @@ def test_each_key_of_config_json_has_one_rule(name: str) -> None:
     family = family_by_name(name)
     keys = [key for rule in family.config for key in rule.hf_keys]
     assert len(keys) == len(set(keys))
-    kind = getattr(transformers, family.hf_architectures[0]).config_class
-    assert set(kind(pad_token_id=None).to_dict()) - set(keys) == set()
+    if name not in ORACLES:
+        kind = getattr(transformers, family.hf_architectures[0]).config_class
+        assert set(kind(pad_token_id=None).to_dict()) - set(keys) == set()
 
 
 @pytest.mark.parametrize("name", families())
 def test_config_json_comes_back_with_the_same_meaning(name: str) -> None:
-    """Written anew, without the configuration it came from: transformers reads the same model in it."""
+    """Written anew, without the configuration it came from; and as transformers reads and writes it."""
     family = family_by_name(name)
-    kind = getattr(transformers, family.hf_architectures[0]).config_class
-    written = family.values_to_config(family.config_to_values(family.tiny), "float32")
-    read, meant = (kind(**{**config, "pad_token_id": None}).to_dict() for config in (written, family.tiny))
-    assert family.config_to_values(read) == family.config_to_values(meant) == family.config_to_values(family.tiny)
+    meant = family.config_to_values(family.tiny)
+    written = family.values_to_config(meant, "float32")
+    again = family.config_to_values(written)
+    rounded = {name: value for name, value in meant.items() if isinstance(value, float)}
+    assert {name: again[name] for name in rounded} == pytest.approx(rounded)
+    assert {**again, **rounded} == meant
+    if name not in ORACLES:
+        kind = getattr(transformers, family.hf_architectures[0]).config_class
+        for config in (written, family.tiny):
+            read = family.config_to_values(kind(**{**config, "pad_token_id": None}).to_dict())
+            assert {**read, "max_position_embeddings": meant["max_position_embeddings"]} == meant
