@@ -202,15 +202,13 @@ class _NormHead(torch.nn.Linear):
 class _WithAlibi(LlamaForCausalLM):
     """Llama that turns nothing (all positions are 0) and adds ALiBi, as Baichuan2-13B's ``BaichuanAttention``."""
 
-    def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
+    def forward(self, input_ids: Any, **kwargs: Any) -> Any:
         length = input_ids.shape[1]
         heads = self.config.num_attention_heads
         bias = build_alibi_tensor(torch.ones_like(input_ids), heads, torch.float32).view(-1, heads, 1, length)
         hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
         mask = bias.expand(-1, -1, length, -1).masked_fill(hidden, torch.finfo(torch.float32).min)
-        return super().forward(
-            input_ids, attention_mask=mask, position_ids=torch.zeros_like(input_ids), use_cache=False, **kwargs
-        )
+        return super().forward(input_ids, attention_mask=mask, position_ids=0 * input_ids, use_cache=False, **kwargs)
 
 
 def _baichuan(config: Config) -> Any:
