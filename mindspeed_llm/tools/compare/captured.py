@@ -84,6 +84,12 @@ class Captured:
         if key not in self._keys[0] or f"{kind} {name} 1" in self._keys[0]:
             return None
         tensor: Tensor = self._ranks[0][1].get_tensor(key)
+        if tensor.dim() == 4:
+            # Heads come before the sequence or after it; where both are as long, nothing tells.
+            places = [axis for axis in (1, 2) if tensor.shape[axis] == self._length]
+            if len(places) != 1:
+                return None
+            tensor = tensor.movedim(places[0], 1)
         return tensor.flatten(2)[:1] if name in ROTARY.hf else tensor.flatten(2)
 
     def _of_ours(self, kind: str, point: Point) -> dict[str, Copies]:
@@ -116,9 +122,11 @@ class Captured:
                 )
 
     def _join(self, parts: list[Tensor]) -> list[Tensor]:
-        """``[s, b, ...]`` of each rank to ``[b, s, ...]``, whole in the sequence."""
+        """``[s, b, ...]`` of each rank to ``[b, s, ...]``, whole in the sequence and in heads ``[s, b, n, d]``."""
         if parts[0].shape[0] * len(parts) == self._length:
             parts = [torch.cat(parts)]
+        elif parts[0].dim() == 4:
+            parts = [torch.cat(parts, dim=2)]
         return [part.transpose(0, 1) for part in parts]
 
     def gradients(self) -> dict[str, Path]:

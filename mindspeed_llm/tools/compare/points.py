@@ -16,7 +16,8 @@ from mindspeed_llm.models.family import Column, Copy, Replicated, Row, Shard, Tr
 
 WHOLE, SAME = Replicated(), Copy()
 _WORD_EMBEDDINGS = "embedding.word_embeddings"
-_HEAD = "output_layer"
+HEAD = "output_layer"
+"""Logits as the loss reads them: scaled or capped, if the family does that."""
 _INSIDE_A_LAYER = re.compile(r"decoder\.layers\.\d+(\..+)?")
 
 
@@ -85,7 +86,7 @@ def _of_weight(entry: WeightEntry, table: NameTable) -> Iterator[Point]:
         # Its own output has its axes turned or not, depending on the layout; that of the module around it has not.
         yield Point(_module(ours), hf)
         return
-    cut = isinstance(entry.shard, Column) or ours == _HEAD
+    cut = isinstance(entry.shard, Column) or ours == HEAD
     yield Point(ours, hf, entry.shard if cut else WHOLE, entry.transform)
     if isinstance(entry.shard, Row):
         yield Point(f"input of {ours}", tuple(f"input of {name}" for name in hf), Column())

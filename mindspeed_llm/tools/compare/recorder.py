@@ -99,17 +99,18 @@ class Recorder:
     def _on_output(self, name: str, stage: int) -> Any:
         def record(module: nn.Module, _args: Any, output: Any) -> None:
             read = _rotation if name in (ROTARY.ours, *ROTARY.hf) else _value
-            self._take(name, stage, *read(module, output))
+            self.record(name, stage, *read(module, output))
 
         return record
 
     def _on_input(self, name: str, stage: int) -> Any:
         def record(module: nn.Module, args: tuple[Any, ...]) -> None:
-            self._take(name, stage, *_value(module, args[0]))
+            self.record(name, stage, *_value(module, args[0]))
 
         return record
 
-    def _take(self, name: str, stage: int, tensor: Tensor, value: Tensor) -> None:
+    def record(self, name: str, stage: int, tensor: Tensor, value: Tensor) -> None:
+        """Keep ``value`` now, and the gradient of ``tensor`` when it comes."""
         # Within a backward pass, modules run again to recompute what they gave.
         if torch._C._current_graph_task_id() == -1:  # pyright: ignore[reportAttributeAccessIssue]
             if f"forward {name}" not in self.tensors:
@@ -134,9 +135,14 @@ def _value(_module: nn.Module, given: Any) -> tuple[Tensor, Tensor]:
 
 
 def _rotation(module: nn.Module, given: Any) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, which transformers gives, scaled, and of which megatron-core gives the angles."""
+    """Cosines and sines ``[..., pairs of channels]``, which transformers gives for each channel, scaled, and of which
+    megatron-core gives the angles ``[s, 1, 1, channels]``."""
     if isinstance(given, tuple):
         cosines, sines = given
         scale: float = getattr(module, "attention_scaling", 1.0)  # pyright: ignore[reportAssignmentType]
-        return cosines, torch.cat([cosines, sines], dim=-1) / scale
-    return given, torch.cat([given.cos(), given.sin()], dim=-1)
+        halves = [part[..., : part.shape[-1] // 2] for part in (cosines, sines)]
+        return cosines, torch.cat(halves, dim=-1) / scale
+    pairs = given.shape[-1] // 2
+    angles = given.squeeze(-2)
+    angles = angles[..., ::2] if getattr(module, "rotary_interleaved", False) else angles[..., :pairs]
+    return given, torch.cat([angles.cos(), angles.sin()], dim=-1)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mindspeed_llm.device import current
-from mindspeed_llm.tools.compare.points import points
+from mindspeed_llm.tools.compare.points import HEAD, points
 from mindspeed_llm.tools.compare.recorder import RankFacts, Recorder
 from mindspeed_llm.tools.compare.sides import Side
 
@@ -34,11 +34,14 @@ def capture(side: Side, tokens: Tensor, folder: Path) -> None:
     # transformers gives the row of the padding token no gradient; here all tokens count.
     model.get_input_embeddings().padding_idx = None
     tokens = tokens.to(current().torch_device)
-    wanted = {name for point in points(side.names).values() for name in point.hf}
+    known = points(side.names)
+    (head,) = known[HEAD].hf
+    wanted = {name for point in known.values() for name in point.hf} - {head}
     with Recorder(folder, 0) as recorder:
         recorder.watch(model.named_modules(), wanted)
-        logits = model(tokens[:, :-1], use_cache=False).logits.float()
-        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        logits = model(tokens[:, :-1], use_cache=False).logits
+        recorder.record(head, 0, logits, logits)
+        loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:

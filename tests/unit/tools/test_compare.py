@@ -48,6 +48,8 @@ def answer(found: Comparison) -> str:
         ("q25tied", "pp2+vpp2+nop2p+dp2+dist+reduce+gather"),
         ("llamabias", "tp2+full+mbs2"),
         ("llamayarn", "tp4+sp+divisor128"),
+        ("qwen3", "tp2+sp"),  # norms of each head
+        ("gemma2", "dp2"),  # caps on scores and logits
     ],
 )
 def test_every_module_equals_transformers(pool: Pool, model: str, layout: str) -> None:
