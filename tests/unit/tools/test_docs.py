@@ -22,7 +22,7 @@ from mindspeed_llm.tools.flag_pages import upstream_flags
 from tests.oracles import ORACLES
 
 ROOT = Path(__file__).resolve().parents[3]
-GUIDES = ("architecture", "data", "durability", "feature-map", "numerics")
+GUIDES = ("architecture", "data", "durability", "faq", "feature-map", "launch", "numerics")
 BY_HAND = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{name}.md" for name in GUIDES))
 INVENTORY = "Flags of Megatron-LM and MindSpeed-LLM"
 TORCHRUN = {"--nproc_per_node"}
