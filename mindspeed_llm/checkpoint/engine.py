@@ -125,8 +125,13 @@ class Problems:
         raise ConversionError("\n".join([what, *lines]), fix=fix)
 
 
-def check_heads(values: Mapping[str, Any], tp_size: int) -> None:
+def check_heads(values: Mapping[str, Any], tp_size: int, flag: str = "--tensor-model-parallel-size") -> None:
     """Refuses head counts that tensor parallelism cannot cut, as megatron-core's attention does.
+
+    Args:
+        values: fields of the run configuration that describe the model.
+        tp_size: tensor-parallel ranks.
+        flag: that gave them.
 
     Raises:
         ConversionError: with heads, KV heads and TP.
@@ -136,9 +141,9 @@ def check_heads(values: Mapping[str, Any], tp_size: int) -> None:
     if heads % tp_size or (groups % tp_size and tp_size % groups):
         raise ConversionError(
             "attention heads cannot be cut over the tensor-parallel ranks",
-            got=f"{heads} heads, {groups} KV heads, tensor-model-parallel-size {tp_size}",
+            got=f"{heads} heads, {groups} KV heads, {flag.removeprefix('--')} {tp_size}",
             allowed="heads a multiple of it, and KV heads a multiple or a divisor of it",
-            fix="change --tensor-model-parallel-size",
+            fix=f"change {flag}",
         )
 
 

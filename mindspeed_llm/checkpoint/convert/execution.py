@@ -34,6 +34,9 @@ ITERATION = 1
 BLOCK_BYTES = 2**27
 """Larger tensors go through in blocks of rows."""
 
+SHARD_BYTES = hf_io.DEFAULT_SHARD_BYTES
+"""Of Hugging Face files."""
+
 Progress = Callable[[int], None]
 
 
@@ -44,9 +47,9 @@ def check_destination(settings: Settings) -> None:
         CheckpointError: it is the input or holds it, or is a folder of something else.
     """
     out = settings.save
-    hf_io.check_destination(out, settings.load)
     if settings.hf_config is not None:
         hf_io.check_destination(out, settings.hf_config)
+    hf_io.check_destination(out, settings.load)
     saves = sorted(path.name for path in out.glob("iter_*")) if out.is_dir() else []
     ours = [iteration_folder(out, ITERATION).name]
     if saves and (saves != ours or not (out / ours[0] / CONVERSION).is_file()):
@@ -83,7 +86,7 @@ def execute(plan: Plan, progress: Progress = lambda nbytes: None) -> None:
 
 
 def _write_hf(plan: Plan, staging: Path, progress: Progress) -> None:
-    shards = [shard for _, shard in hf_io.plan_shards(plan.tensors, dict.fromkeys(plan.tensors, 0))]
+    shards = [shard for _, shard in hf_io.plan_shards(plan.tensors, dict.fromkeys(plan.tensors, 0), SHARD_BYTES)]
     _stream(plan, hf_io.ShardWriter(staging, shards, plan.tensors), progress)
     hf_io.write_index(staging, shards, plan.tensors)
     dtype = str(plan.dtype).removeprefix("torch.")

@@ -13,11 +13,16 @@ from mindspeed_llm.errors import ConfigError
 def check_target(target: Target, values: Mapping[str, Any]) -> None:
     """Refuses a layout that would drop layers or cannot cut the tensors.
 
+    Args:
+        target: sizes of at least 1.
+        values: fields of the run configuration that describe the model.
+
     Raises:
         ConfigError: all that is wrong, with the numbers and the flags.
         ConversionError: heads that cannot be cut.
     """
-    errors = [*_sizes(target), *_layers(target, values["num_layers"])]
+    check_heads(values, target.tp, "--target-tensor-parallel-size")
+    errors = [*_layers(target, values["num_layers"])]
     if values["ffn_hidden_size"] % target.tp:
         errors.append(
             ConfigError(
@@ -35,13 +40,6 @@ def check_target(target: Target, values: Mapping[str, Any]) -> None:
         )
     if errors:
         raise ConfigError.collect(errors)
-    check_heads(values, target.tp)
-
-
-def _sizes(target: Target) -> list[ConfigError]:
-    names = ("tp", "pp", "ep", "layers_per_virtual_stage")
-    small = {name: value for name in names if (value := getattr(target, name)) is not None and value < 1}
-    return [ConfigError("sizes of a layout are at least 1", got=small)] if small else []
 
 
 def _layers(target: Target, layers: int) -> list[ConfigError]:
@@ -59,7 +57,7 @@ def _layers(target: Target, layers: int) -> list[ConfigError]:
         )
     if target.layer_list is not None:
         return errors + _layer_list(target, target.layer_list, layers)
-    if target.pp < 1 or places % target.pp:
+    if places % target.pp:
         errors.append(
             ConfigError(
                 "layers do not divide over the pipeline stages",
@@ -69,7 +67,7 @@ def _layers(target: Target, layers: int) -> list[ConfigError]:
         )
     elif (chunk := target.layers_per_virtual_stage) is not None:
         stage = places // target.pp
-        if not 0 < chunk < stage or stage % chunk:
+        if chunk >= stage or stage % chunk:
             errors.append(
                 ConfigError(
                     "layers of a pipeline stage do not divide into virtual stages",
