@@ -81,15 +81,14 @@ def main(argv: list[str] | None = None) -> int:
     with Watchdog(limit, cfg.checkpoint.save, os.environ) as watchdog:
         try:
             pretrain(cfg)
-        except SuiteError as error:
-            watchdog.fail(error, tell(PROGRAM, str(error), os.environ))
-            code = error.exit_code
         except BaseException as error:
-            code = watchdog.fail(error, f"{traceback.format_exc()}last collective: {last_collective()}\n")
-            if argv is not None:
+            ours = isinstance(error, SuiteError)
+            unforeseen = f"{traceback.format_exc()}last collective: {last_collective()}\n"
+            code = watchdog.fail(error, tell(PROGRAM, str(error), os.environ) if ours else unforeseen)
+            if argv is None:
+                # As long as the error holds what would complain when it is let go.
+                os._exit(code)
+            if not ours:
                 raise
-        else:
-            return 0
-        if argv is None:
-            os._exit(code)
-    return code
+            return code
+    return 0

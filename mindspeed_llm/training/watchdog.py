@@ -19,6 +19,7 @@ from types import CodeType, FrameType, TracebackType
 from typing import Any, NoReturn
 
 from mindspeed_llm.checkpoint.in_use import InUse
+from mindspeed_llm.errors import SuiteError
 from mindspeed_llm.training.failure import HERE, cause_of, failure_here, tell, write_error
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
@@ -106,7 +107,7 @@ class Watchdog:
             cause, code = str(error), 128 + error.number
         else:
             write_error(text)
-            cause, code = cause_of(error), 1
+            cause, code = cause_of(error), error.exit_code if isinstance(error, SuiteError) else 1
         # A folder that another run writes to holds the record of that run.
         tell(failure_here(cause, self._environ), None if isinstance(error, InUse) else self._save)
         return code
