@@ -132,7 +132,7 @@ def test_it_prepares_data(installed: Path, tmp_path: Path) -> None:
 
 ON_THE_SOURCE = """
 import runpy, sys
-for name in ("docs", "patch_audit", "quickstart"):
+for name in ("docs", "patch_audit", "quickstart", "recipes"):
     sys.argv = [name]
     try:
         runpy.run_module(f"mindspeed_llm.tools.{name}", run_name="__main__", alter_sys=True)
@@ -143,6 +143,6 @@ for name in ("docs", "patch_audit", "quickstart"):
 
 def test_what_works_on_the_source_says_so(installed: Path, tmp_path: Path) -> None:
     done = run(installed / "python", "-W", "ignore", "-c", ON_THE_SOURCE, cwd=tmp_path)
-    assert done.stdout.split() == ["docs", "2", "patch_audit", "2", "quickstart", "2"]
-    assert done.stderr.count("error: this command works on a clone of the repository") == 3
+    assert done.stdout.split() == ["docs", "2", "patch_audit", "2", "quickstart", "2", "recipes", "2"]
+    assert done.stderr.count("error: this command works on a clone of the repository") == 4
     assert list(tmp_path.iterdir()) == []
