@@ -12,13 +12,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from mindspeed_llm.checkpoint import hf_io
+from mindspeed_llm.checkpoint.convert.legacy_folders import find_tree
+from mindspeed_llm.checkpoint.convert.legacy_reader import LegacySource, LegacyTree
 from mindspeed_llm.checkpoint.convert.record import Record, described_model, read_record, recorded_model, shortened
 from mindspeed_llm.checkpoint.convert.shapes import planned_shapes
 from mindspeed_llm.checkpoint.convert.streams import MegatronSource, Target
@@ -187,14 +189,16 @@ def _read_hf(settings: Settings, stack: ExitStack) -> _Given:
 
 def _read_megatron(settings: Settings) -> _Given:
     """A megatron-core checkpoint, proved against the model that it records or that a config.json describes."""
-    folder, source = open_megatron(settings.load, settings.step)
+    folder, opened = open_megatron(settings.load, settings.step)
     before, notices = read_record(folder), ["weights alone are converted: no optimizer state, no counters"]
     hf_config, words = before and before.hf_config, before and before.words
     if settings.hf_config is not None:
         hf_config, words = hf_io.read_config(settings.hf_config), str(settings.hf_config.resolve())
-    family, values = recorded_model(source.values, hf_config, settings.family, folder)
-    _check_flags(settings, folder, source, values)
-    _check_stored(folder, compile_names(family, values), source, values)
+    family, values = recorded_model(opened.values, hf_config, settings.family, folder)
+    _check_flags(settings, folder, opened.target, values)
+    table = compile_names(family, values)
+    source = LegacySource(opened, table) if isinstance(opened, LegacyTree) else opened
+    _check_stored(folder, table, source, values)
     if settings.save_kind == "hf" and (words is None or not Path(words).is_dir()):
         where = f"{words} is not there any more" if words else "the checkpoint does not say where it was"
         notices.append(f"no tokenizer is written: {where}; --hf-cfg-dir names its folder")
@@ -202,27 +206,35 @@ def _read_megatron(settings: Settings) -> _Given:
     return _Given(family, values, source, Record(str(folder.resolve()), family.name, hf_config, words), tuple(notices))
 
 
-def open_megatron(folder: Path, step: int | None) -> tuple[Path, MegatronSource]:
-    """The save that is meant by a folder of saves or of one, and its tensors.
+def open_megatron(folder: Path, step: int | None) -> tuple[Path, MegatronSource | LegacyTree]:
+    """The save that is meant by a folder of saves or of one, and what it holds.
 
     Raises:
         CheckpointError: the folder holds no megatron-core checkpoint, or a damaged one.
+        ConversionError: it is of a model that is not converted.
     """
+    tree = find_tree(folder, step)
+    if tree is not None:
+        return tree, LegacyTree(tree)
     save = find_save(folder, step)
     if save is None:
         raise CheckpointError("the folder to load is a Hugging Face folder", got=folder, fix="--load-model-type hf")
     return save, TorchDistSource(save)
 
 
-def _check_flags(settings: Settings, folder: Path, source: MegatronSource, values: Mapping[str, Any]) -> None:
-    given, layout = settings.target, source.target
-    if settings.save_kind == "hf" and given is not None and layout is not None and given != layout:
-        raise ConfigError(
-            f"the layout of {folder} is not that of the flags",
-            got=given,
-            allowed=layout,
-            fix="leave out the flags of a layout: it is read from the checkpoint",
-        )
+def _check_flags(settings: Settings, folder: Path, layout: Target | None, values: Mapping[str, Any]) -> None:
+    given = settings.target
+    if settings.save_kind == "hf" and given is not None and layout is not None:
+        # What is at its default is the layout of what is written: one process.
+        names = [field.name for field in fields(Target) if getattr(given, field.name) != field.default]
+        differs = [name for name in names if getattr(given, name) != getattr(layout, name)]
+        if differs:
+            raise ConfigError(
+                f"the layout of {folder} is not that of the flags",
+                got=", ".join(f"{name} {getattr(given, name)}" for name in differs),
+                allowed=", ".join(f"{name} {getattr(layout, name)}" for name in differs),
+                fix="leave out the flags of a layout: it is read from the checkpoint",
+            )
     if settings.num_layers not in (None, values["num_layers"]):
         raise ConfigError(
             f"--num-layers is not that of {folder}", got=settings.num_layers, allowed=values["num_layers"]

@@ -18,12 +18,14 @@ from torch import Tensor
 
 from mindspeed_llm.checkpoint import hf_io
 from mindspeed_llm.checkpoint.convert.conversion import Plan, Settings
+from mindspeed_llm.checkpoint.convert.legacy_writer import LegacySink
 from mindspeed_llm.checkpoint.convert.record import sections
-from mindspeed_llm.checkpoint.convert.streams import TensorSink
+from mindspeed_llm.checkpoint.convert.streams import Target, TensorSink
 from mindspeed_llm.checkpoint.convert.torch_dist import TorchDistSink, homogeneous
 from mindspeed_llm.checkpoint.durable import sync_file, sync_path
 from mindspeed_llm.checkpoint.folders import CONVERSION, TRACKER, iteration_folder
 from mindspeed_llm.checkpoint.hf_io import TensorInfo, TensorSource
+from mindspeed_llm.checkpoint.names import compile_names
 from mindspeed_llm.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -108,6 +110,16 @@ def _write_megatron(plan: Plan, staging: Path, progress: Progress) -> None:
 
 
 def _sink(plan: Plan, folder: Path) -> TensorSink:
+    if plan.settings.save_format == "legacy":
+        return LegacySink(
+            folder,
+            plan.tensors,
+            table=compile_names(plan.family, plan.values),
+            target=plan.settings.target or Target(),
+            values=plan.values,
+            transformer_impl=plan.settings.transformer_impl,
+            iteration=ITERATION,
+        )
     return TorchDistSink(
         folder,
         plan.tensors,
