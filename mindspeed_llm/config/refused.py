@@ -20,11 +20,14 @@ class Refused(NamedTuple):
         reason: why, or with what the flag comes.
         names: the flags without dashes.
         comes: the step of ``docs/feature-map.md`` that brings it, or :data:`LATER`; empty where it is not to come.
+        trains_alike: whether a run without it computes the same model in the same steps, and only needs other time,
+            memory or reports.
     """
 
     reason: str
     names: str
     comes: str = ""
+    trains_alike: bool = False
 
     @property
     def told(self) -> str:
@@ -43,12 +46,18 @@ REFUSED: tuple[Refused, ...] = (
     Refused(
         "use --save-hf DIR and --save-hf-interval N", "only-convert-last-checkpoint save-layer-by-layer mg-save-dir"
     ),
-    Refused("use --loss-spike-factor F, which skips such a step", "check-for-spiky-loss"),
+    Refused("use --loss-spike-factor F, which skips such a step", "check-for-spiky-loss", trains_alike=True),
     Refused(
-        "a step whose numbers are not finite is always repeated, to find the cause, and ends the run", "rerun-mode"
+        "a step whose numbers are not finite is always repeated, to find the cause, and ends the run",
+        "rerun-mode",
+        trains_alike=True,
     ),
-    Refused("the loss is always computed in fp32", "fp16-lm-cross-entropy"),
-    Refused("unknown weights or missing ones always stop a load", "load-checkpoint-loosely *strict-fsdp-dtensor-load"),
+    Refused("the loss is always computed in fp32", "fp16-lm-cross-entropy", trains_alike=True),
+    Refused(
+        "unknown weights or missing ones always stop a load",
+        "load-checkpoint-loosely *strict-fsdp-dtensor-load",
+        trains_alike=True,
+    ),
     Refused(
         "there are no legacy models, engines or tokenizers here",
         "use-legacy-* legacy-tokenizer onnx-safe lazy-mpu-init",
@@ -57,18 +66,23 @@ REFUSED: tuple[Refused, ...] = (
         "the native fusion rounds its gradient to bf16, and the loss here is computed in fp32: planned with fused ops",
         "cross-entropy-*fusion*",
         "step 9",
+        trains_alike=True,
     ),
     Refused(
         "megatron-core 0.16.1 accepts it and then does nothing with it here",
-        "tp-comm-* *-tp-comm-* apply-residual-connection-post-layernorm qk-clip*",
+        "tp-comm-* *-tp-comm-*",
+        trains_alike=True,
+    ),
+    Refused(
+        "megatron-core 0.16.1 accepts it and then does nothing with it here",
+        "apply-residual-connection-post-layernorm qk-clip*",
     ),
     Refused(
         "megatron-core 0.16.1 sums residuals in the model's number format all the same", "fp32-residual-connection"
     ),
     Refused(
         "planned with the memory features",
-        "use-precision-aware-optimizer store-param-remainders cpu-offloading* main-grads-dtype main-params-dtype "
-        "exp-avg*-dtype",
+        "use-precision-aware-optimizer main-grads-dtype main-params-dtype exp-avg*-dtype o2-optimizer o2-gradient",
         "step 10",
     ),
     Refused(
@@ -79,23 +93,32 @@ REFUSED: tuple[Refused, ...] = (
         apply-rope-fusion fused-single-qkv-rope log-max-attention-logit memory-efficient-layer-norm
         persist-layer-norm use-fused-weighted-squared-relu""",
     ),
-    Refused("it needs CUDA graphs, which are not planned", "*cuda-graph*"),
+    Refused("it needs CUDA graphs, which are not planned", "*cuda-graph*", trains_alike=True),
     Refused(
         "it needs a library or a network of CUDA machines that is not planned",
         """use-nccl-ub nccl-* use-sharp sharp-* *symmetric* high-priority-stream-groups create-all-gather-group
         pipeline-model-parallel-comm-backend use-ring-exchange-p2p disable-bf16-reduced-precision-matmul
         fsdp-double-buffer fsdp-manual-registration hccl-* aiqos* *-msc object-storage-cache-path""",
+        trains_alike=True,
     ),
     Refused(
         "the implementation is chosen for the device when the run starts; there is no such fused kernel here",
         "masked-softmax-fusion bias-dropout-fusion disable-jit-fuser jit-compile use-fusion-attn-v2",
+        trains_alike=True,
+    ),
+    Refused("planned with the memory features", "moe-zero-memory*", "step 10"),
+    Refused(
+        "wanted with more of mixture of experts",
+        """moe-alltoall-mc2 balanced-moe-* trans-hot-expert-group-num *expert-placement* print-expert-load
+        num-zero-experts n-hash-layers""",
+        LATER,
     ),
     Refused(
         "planned with mixture of experts",
         """moe-* *-moe-* num-experts *expert* first-k-dense-replace seq-aux norm-topk-prob n-group topk-group
-        routed-scaling-factor router-gating-in-fp32 topk-softmax-in-fp32 fix-router num-zero-experts
+        routed-scaling-factor router-gating-in-fp32 topk-softmax-in-fp32 fix-router
         n-shared-experts use-fused-moe-* use-global-aux-loss no-use-gmm-fp8 fine-grained-expert-*
-        ep-overlap-* input-jitter trans-hot-expert-group-num n-hash-layers swiglu-limit glu-linear-offset
+        ep-overlap-* input-jitter swiglu-limit glu-linear-offset
         activation-func-clamp-value qk-l2-norm cla-share-factor share-kvstates""",
         "step 6",
     ),
@@ -133,26 +156,35 @@ REFUSED: tuple[Refused, ...] = (
         attention-output-gate rmsnorm-weight-in-fp32""",
         LATER,
     ),
+    Refused("planned with no-op layers", "noop-layers", "step 6"),
     Refused(
-        "planned with uneven pipelines and no-op layers",
-        "pipeline-model-parallel-layout noop-layers num-layer-list pipeline-num-transformer-layers",
+        "planned with uneven pipelines",
+        "pipeline-model-parallel-layout num-layer-list pipeline-num-transformer-layers",
         "step 6",
+        trains_alike=True,
     ),
     Refused(
         "wanted with more pipeline schedules",
         """schedules-method dualpipev-* optimize-send-recv-comm defer-embedding-wgrad-compute wgrad-deferral-limit
         use-multiparameter-* automated-pipeline* overlap-param-gather-with-optimizer-step""",
         LATER,
+        trains_alike=True,
     ),
-    Refused("planned with fused ops", "gradient-accumulation-fusion gemm-gradient-accumulation-fusion", "step 9"),
+    Refused(
+        "planned with fused ops",
+        "gradient-accumulation-fusion gemm-gradient-accumulation-fusion",
+        "step 9",
+        trains_alike=True,
+    ),
     Refused(
         "planned with the memory features",
         """reuse-fp32-param swap-* virtual-optimizer recompute-activation-function* recompute-norm* recompute-in-*
         enable-recompute-layers-per-pp-rank recompute-module-list loss-chunk-size loss-compute-mode
         fine-grained-activation-offloading offload-modules min-offloaded-tensor-size optimizer-cpu-offload
         optimizer-offload-fraction use-torch-optimizer-for-cpu-offload overlap-cpu-optimizer-d2h-h2d
-        *pin-cpu-* o2-optimizer o2-gradient num-microbatches-with-partial-activation-checkpoints""",
+        *pin-cpu-* store-param-remainders cpu-offloading* num-microbatches-with-partial-activation-checkpoints""",
         "step 10",
+        trains_alike=True,
     ),
     Refused(
         "wanted with more optimizers and lossless compression",
@@ -165,11 +197,13 @@ REFUSED: tuple[Refused, ...] = (
         outer-dp-sharding-strategy suggested-communication-unit-size *gradient-reduce-div-fusion
         enable-full-sharding-in-hsdp init-model-with-meta-device *preserve-fp32-weights""",
         "step 10",
+        trains_alike=True,
     ),
     Refused(
         "wanted with the tensor-parallel features",
         "use-ascend-* use-mc2 coc-* tp-2d tp-x tp-y *-with-matmul *-with-rs unaligned-linear",
         LATER,
+        trains_alike=True,
     ),
     Refused(
         "planned with more dense families",
@@ -185,7 +219,11 @@ REFUSED: tuple[Refused, ...] = (
         LATER,
     ),
     Refused("use --data-cache-path DIR, where raw files of --data-path are prepared", "output-prefix"),
-    Refused("megatron-core reads data files through a memory map, which processes share", "enable-share-memory"),
+    Refused(
+        "megatron-core reads data files through a memory map, which processes share",
+        "enable-share-memory",
+        trains_alike=True,
+    ),
     Refused(
         "planned with instruction tuning",
         """pack handler-name no-shuffle full-shuffle-instruction-dataset no-cut-token cut-max-seqlen
@@ -196,7 +234,8 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         "wanted with more data features",
-        """tokenizer-sentencepiece-legacy tokenizer-metadata tokenizer-hf-* per-dataset-sequences-path
+        """iterations-to-skip decrease-batch-size-if-needed tokenizer-sentencepiece-legacy
+        tokenizer-metadata tokenizer-hf-* per-dataset-sequences-path
         full-validation multiple-validation-sets phase-transition-iterations dataloader-fast-cache-load
         dataloader-defer-npy-index-mmap mid-level-dataset-surplus allow-ambiguous-pad-tokens
         return-document-ids vocab-extra-ids""",
@@ -234,11 +273,12 @@ REFUSED: tuple[Refused, ...] = (
         enable-worker-reboot enable-elastic-training distributed-optimizer-no-replica ttp-enabled
         check-weight-hash-across-dp-replicas-interval train-sync-interval run-workload-inspector-server
         log-memory-interval log-device-memory-used log-energy dump-param-to-param-group-map
-        config-logger-dir *barrier-with-* test-mode fake-process-group decrease-batch-size-if-needed
-        log-params-norm log-progress timing-log-* log-timers-to-tensorboard iterations-to-skip
+        config-logger-dir *barrier-with-* test-mode fake-process-group
+        log-params-norm log-progress timing-log-* log-timers-to-tensorboard
         empty-unused-memory-level *manual-gc-eval exit-signal-handler-for-dataloader
         distributed-timeout-seconds-after-init""",
         LATER,
+        trains_alike=True,
     ),
     Refused(
         "wanted with the distributed features",
@@ -246,6 +286,7 @@ REFUSED: tuple[Refused, ...] = (
         *scatter-gather-tensors-in-pipeline *clone-scatter-output-in-embedding auto-settings*
         target-nnodes layerwise-disaggregated-training num-distributed-optimizer-instances""",
         LATER,
+        trains_alike=True,
     ),
     Refused(
         "out of scope: not a decoder-only language model on torch",
@@ -260,6 +301,7 @@ REFUSED: tuple[Refused, ...] = (
         """adlr-autoresume* app-tag-run-* enable-one-logger one-logger-* enable-experimental moe-extended-tp
         async-tensor-model-parallel-allreduce
         disable-async-tensor-model-parallel-allreduce enable-autocast""",
+        trains_alike=True,
     ),
 )
 
