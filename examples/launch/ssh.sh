@@ -30,14 +30,12 @@ MASTER_PORT=${MASTER_PORT:-29500}
 LOG_DIR=${LOG_DIR:-$project/logs/launch-$(date +%Y%m%d-%H%M%S)}
 mkdir -p "$LOG_DIR"
 
-# On a host: the recipe in a process group of its own, which ends when the connection does.
+# On a host: the recipe in a process group of its own, which ends when the connection does. One line, so that %q quotes
+# it for any login shell.
 # shellcheck disable=SC2016  # it is the host's shell that expands it
-remote='exec 3<&0
-setsid "$@" </dev/null 3<&- & recipe=$!
-{ cat <&3 >/dev/null; kill -TERM -- "-$recipe"; } 2>/dev/null & watch=$!
-wait "$recipe"; status=$?
-kill "$watch" 2>/dev/null
-exit "$status"'
+remote='exec 3<&0; setsid "$@" </dev/null 3<&- & recipe=$!; { cat <&3; kill -TERM -- "-$recipe"; } >/dev/null 2>&1 & '
+# shellcheck disable=SC2016
+remote+='watch=$!; wait "$recipe"; status=$?; kill "$watch" 2>/dev/null; exit "$status"'
 
 # All connections read from this pipe. It stays open as long as this process lives and wants the run.
 mkfifo "$LOG_DIR/.open"

@@ -136,7 +136,7 @@ SSH = """#!/bin/bash
 # As ssh does: options, the host, and the rest is a line for a shell there.
 while [[ $1 == -o ]]; do shift 2; done
 host=$1; shift
-exec env -i PATH="$PATH" HOME="$HOME" {enter} bash -c "$*"
+exec env -i PATH="$PATH" HOME="$HOME" {enter} sh -c "$*"
 """
 
 
@@ -222,6 +222,8 @@ def test_when_the_launcher_ends_all_stop(how: signal.Signals, tmp_path: Path) ->
     run.send_signal(how)
     run.communicate(timeout=20)
     assert run.returncode == (-how if how == signal.SIGKILL else 128 + how)
+    if how != signal.SIGKILL:
+        assert ssh.log("0-gpu07") + ssh.log("1-gpu08") == "told to end\n" * 2, "it waits for the recipes"
     assert all(gone(pid) for pid in pids)
 
 

@@ -70,17 +70,17 @@ def test_interfaces_are_those_of_the_kernel() -> None:
 @pytest.mark.parametrize(
     ("pattern", "taken"),
     [  # The examples of NCCL's and CANN's references.
-        ("eth", ["eth0", "eth1"]),
-        ("eth,enp", ["eth0", "eth1", "enp0"]),
+        ("eth", ["eth0", "eth1", "eth01"]),
+        ("eth,enp", ["eth0", "eth1", "enp0", "eth01"]),
         ("^eth,enp", ["lo", "docker0"]),
         ("=eth0", ["eth0"]),
         ("=eth0,enp0", ["eth0", "enp0"]),
-        ("^=eth0,enp0", ["lo", "eth1", "docker0"]),
-        ("^docker", ["lo", "eth0", "eth1", "enp0"]),
+        ("^=eth0,enp0", ["lo", "eth1", "eth01", "docker0"]),
+        ("^docker", ["lo", "eth0", "eth1", "enp0", "eth01"]),
     ],
 )
 def test_interfaces_are_matched_as_the_libraries_do(pattern: str, taken: list[str]) -> None:
-    assert network.match_interfaces(pattern, ["lo", "eth0", "eth1", "enp0", "docker0"]) == taken
+    assert network.match_interfaces(pattern, ["lo", "eth0", "eth1", "enp0", "eth01", "docker0"]) == taken
 
 
 def test_another_node_that_answers_or_refuses_can_be_reached() -> None:
