@@ -2,8 +2,8 @@
 
     python -m tests.distributed.failing < cases.json > results.json
 
-A case is one run: the command line of its ranks, and on one of them a fault at a place. All cases run at once; they
-spend their time waiting.
+A case is one run: the command line of its ranks, and on one of them a fault at a place. Cases run at once, those in
+which a rank is stopped after the others: these spend their time waiting.
 """
 
 from __future__ import annotations
@@ -210,14 +210,22 @@ class Running:
         return Result(self.case.name, [self.codes[rank] for rank in ranks], errors)
 
 
-def main() -> None:
-    """Run the cases of stdin."""
-    cases = [Running(Case(**case)) for case in json.load(sys.stdin)]
-    since, left = time.monotonic(), list(cases)
+def run(cases: list[Case]) -> list[Result]:
+    """All of them at once."""
+    running = [Running(case) for case in cases]
+    since, left = time.monotonic(), list(running)
     while left:
         time.sleep(0.05)
         left = [case for case in left if not case.look(late=time.monotonic() - since > case.case.deadline)]
-    json.dump([asdict(case.result()) for case in cases], sys.stdout)
+    return [case.result() for case in running]
+
+
+def main() -> None:
+    """Run the cases of stdin."""
+    cases = [Case(**case) for case in json.load(sys.stdin)]
+    stops = [case for case in cases if case.fault == "stop"]
+    results = run([case for case in cases if case not in stops]) + run(stops)
+    json.dump([asdict(result) for result in results], sys.stdout)
 
 
 if __name__ == "__main__":

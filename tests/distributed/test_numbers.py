@@ -6,6 +6,7 @@ import json
 import random
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,15 @@ Flags = dict[str, Any]
 RARE = ord("z") - ord("!")
 """The id of z: the tokenizer numbers bytes from the first that can be seen."""
 LAYOUTS = ["one", "tp2", "pp2", "dp2", "dp2+dist", "pp2+vpp2"]
+
+
+def crossed(layouts: Sequence[str], others: Sequence[Any], *always: set[str]) -> list[Any]:
+    """Every layout with every other value; with each of these only the layouts in its set in every session."""
+    return [
+        pytest.param(layout, other, marks=() if layout in chosen else pytest.mark.slow)
+        for other, chosen in zip(others, always, strict=True)
+        for layout in layouts
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +103,9 @@ def test_the_tensor_parallel_rank_that_holds_a_bad_row(pool: Pool, flags: Flags,
     assert found["rank"] == ("0" if row < 164 else "1")
 
 
-@pytest.mark.parametrize("loader", ["single", "cyclic"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "loader"), crossed(LAYOUTS, ["single", "cyclic"], {"one", "pp2", "dp2+dist"}, {"tp2", "dp2", "pp2+vpp2"})
+)
 def test_bad_for_some_samples_only(
     pool: Pool, flags: Flags, tmp_path: Path, layout: str, loader: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,8 +147,9 @@ def injected(pool: Pool, flags: Flags, layout: str, parameter: str, *, once: boo
     return pool.run(target, world, timeout=60, process_group=False, argv=argv, **arguments)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize(
+    ("layout", "once"), crossed(LAYOUTS, [False, True], {"one", "pp2", "dp2", "pp2+vpp2"}, {"tp2", "dp2+dist"})
+)
 def test_a_bad_gradient_before_it_reaches_the_weights(pool: Pool, flags: Flags, layout: str, once: bool) -> None:
     name = "decoder.layers.1.self_attention.linear_qkv.weight"
     two = "dp2" in layout
@@ -214,7 +226,7 @@ def test_a_dynamic_loss_scale_does_not_skip_for_ever(pool: Pool, flags: Flags, t
 # -------------------------------------------------------------------------------------------------- skipped and counted
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2+pp2", "dp2+dist"])
+@pytest.mark.parametrize("layout", ["one", pytest.param("tp2+pp2", marks=pytest.mark.slow), "dp2+dist"])
 def test_fp16_counts_its_overflows(pool: Pool, flags: Flags, metrics: Path, layout: str) -> None:
     more = {"--fp16": True, "--initial-loss-scale": 2.0**24, "--hysteresis": 1, "--train-iters": 12}
     more |= {"--lr-decay-style": "linear"}
@@ -256,7 +268,7 @@ def telling_stop(losses: list[float]) -> tuple[float, int, list[int]]:
     raise AssertionError(losses)
 
 
-@pytest.mark.parametrize("layout", ["one", "tp2+pp2", "dp2+dist"])
+@pytest.mark.parametrize("layout", ["one", pytest.param("tp2+pp2", marks=pytest.mark.slow), "dp2+dist"])
 def test_spikes_are_skipped_across_a_resume(pool: Pool, flags: Flags, tmp_path: Path, layout: str) -> None:
     # The weights hardly move, so that the losses are those of the run without the flag.
     more = {"--lr": 1e-9, "--lr-decay-style": "linear", "--train-iters": 12}

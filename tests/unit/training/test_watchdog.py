@@ -24,23 +24,28 @@ from mindspeed_llm.training.watchdog import Ended, Watchdog, last_collective
 LIMIT = 0.4
 
 
-def ended(tmp_path: Path, body: Callable[[Watchdog], Any], limit: float = LIMIT, **environ: str) -> tuple[int, str]:
-    """Exit status and stderr of a process that runs ``body`` under a watchdog."""
+def begin(folder: Path, body: Callable[[Watchdog], Any], limit: float = LIMIT, **environ: str) -> int:
+    """A process that runs ``body`` under a watchdog."""
     child = os.fork()
-    if child == 0:
-        try:
-            file = os.open(tmp_path / "stderr", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-            os.dup2(file, 2)
-            sys.stderr = os.fdopen(2, "w", closefd=False)
-            with Watchdog(limit, str(tmp_path), environ) as watchdog:
-                try:
-                    body(watchdog)
-                except BaseException as error:
-                    os._exit(watchdog.fail(error, "what it says\n"))
-            os._exit(0)
-        finally:
-            os._exit(99)
-    _, status = os.waitpid(child, 0)
+    if child:
+        return child
+    try:
+        file = os.open(folder / "stderr", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        os.dup2(file, 2)
+        sys.stderr = os.fdopen(2, "w", closefd=False)
+        with Watchdog(limit, str(folder), environ) as watchdog:
+            try:
+                body(watchdog)
+            except BaseException as error:
+                os._exit(watchdog.fail(error, "what it says\n"))
+        os._exit(0)
+    finally:
+        os._exit(99)
+
+
+def ended(tmp_path: Path, body: Callable[[Watchdog], Any], limit: float = LIMIT, **environ: str) -> tuple[int, str]:
+    """Exit status and stderr of such a process."""
+    _, status = os.waitpid(begin(tmp_path, body, limit, **environ), 0)
     return os.waitstatus_to_exitcode(status), (tmp_path / "stderr").read_text()
 
 
@@ -80,18 +85,21 @@ def patient(_: Watchdog) -> None:
         time.sleep(3 * LIMIT)
 
 
-@pytest.mark.parametrize("body", [busy, steps, patient])
-def test_a_process_that_goes_on_is_left_alone(tmp_path: Path, body: Callable[[Watchdog], None]) -> None:
-    assert ended(tmp_path, body) == (0, "")
-
-
 def stopped(_: Watchdog) -> None:
+    """Seconds in which it was stopped do not count."""
     subprocess.Popen(["/bin/sh", "-c", f"sleep {3 * LIMIT}; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def test_the_time_in_which_a_process_was_stopped_does_not_count(tmp_path: Path) -> None:
-    assert ended(tmp_path, stopped) == (0, "")
+def test_a_process_that_goes_on_is_left_alone(tmp_path: Path) -> None:
+    """All at once, since they take their time."""
+    children = {}
+    for body in (busy, steps, patient, stopped):
+        (tmp_path / body.__name__).mkdir()
+        children[body.__name__] = begin(tmp_path / body.__name__, body)
+    codes = {name: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for name, child in children.items()}
+    assert codes == dict.fromkeys(children, 0)
+    assert [name for name in children if (tmp_path / name / "stderr").read_text()] == []
 
 
 @pytest.mark.parametrize(("number", "why"), [(signal.SIGTERM, "told to end"), (signal.SIGINT, "interrupted")])
@@ -173,7 +181,9 @@ def cannot_unwind() -> Iterator[None]:
         threading.Event().wait()
 
 
-def test_a_signal_ends_a_process_that_cannot_unwind(tmp_path: Path) -> None:
+def test_a_signal_ends_a_process_that_cannot_unwind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_SECONDS_TO_UNWIND", 0.3)
+
     def body(_: Watchdog) -> None:
         with phase("train", step=3), cannot_unwind():
             os.kill(os.getpid(), signal.SIGTERM)
