@@ -19,11 +19,16 @@ PROGRAM = "pretrain_gpt.py"
 
 
 def _set_up_logging(level: int | None) -> None:
-    """The suite's own words on rank 0, warnings on the others; megatron-core's chatter only when it is asked for."""
+    """The suite's own words on rank 0, warnings on the others; megatron-core's chatter only when it is asked for.
+
+    Raw data is prepared by whichever rank comes first: that one tells of it, so that a long preparation is no silence.
+    """
     rank = int(os.environ.get("RANK", "0"))
     chosen = level or (logging.INFO if rank == 0 else logging.WARNING)
     logging.basicConfig(level=chosen, format=f"[rank {rank}] %(message)s")
     if level is None:
+        for module in ("raw", "prepare"):
+            logging.getLogger(f"mindspeed_llm.data.{module}").setLevel(logging.INFO)
         logging.getLogger("megatron").setLevel(logging.WARNING)
         for module in ("megatron", "torch"):
             warnings.filterwarnings("ignore", module=rf"{module}\b.*")
