@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_llm.checkpoint import mcore_io
+from mindspeed_llm.checkpoint.convert.record import ORIGIN
 from mindspeed_llm.checkpoint.folders import NON_PERSISTENT, require_save, retire
 from mindspeed_llm.checkpoint.in_use import Mark
 from mindspeed_llm.checkpoint.saving import Save, begin
@@ -23,6 +24,7 @@ from mindspeed_llm.device import current
 from mindspeed_llm.errors import CheckpointError
 from mindspeed_llm.training.failure import phase
 from mindspeed_llm.training.state import Run
+from mindspeed_llm.training.weights import origin
 
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing import ShardedObject
@@ -100,6 +102,7 @@ def _state(run: Run, metadata: dict[str, Any]) -> dict[str, Any]:
     state["progress"] = run.progress.state_dict()
     state["layout"] = _layout(run)
     state["data_parallel_size"] = data_group().size()
+    state[ORIGIN] = origin(run.cfg)
     state["config"] = {name: asdict(getattr(run.cfg, name)) for name in ("model", "transformer", "training")}
     return state
 

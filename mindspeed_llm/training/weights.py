@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from mindspeed_llm.checkpoint import hf_io
+from mindspeed_llm.checkpoint.convert.legacy_load import load_tree_weights
 from mindspeed_llm.checkpoint.engine import ParallelGroups, check_export, load_hf_weights, save_hf
 from mindspeed_llm.config.run import RunConfig
 from mindspeed_llm.core.groups import data_group, pipeline_group, tensor_group
-from mindspeed_llm.errors import CheckpointError, ConfigError
+from mindspeed_llm.errors import CheckpointError, ConfigError, SuiteError
 from mindspeed_llm.models.family import ModelFamily
 from mindspeed_llm.models.registry import family_by_name, hf_config_path
 from mindspeed_llm.training.state import Run
@@ -49,6 +50,18 @@ def load_from_hf(cfg: RunConfig, folder: Path, chunks: list[Any]) -> None:
     )
 
 
+def load_from_tree(cfg: RunConfig, folder: Path, chunks: list[Any]) -> None:
+    """Fill this rank's chunks from the per-rank files of a save of Megatron-LM."""
+    load_tree_weights(
+        chunks,
+        family_of(cfg),
+        folder,
+        tp_rank=tensor_group().rank(),
+        tp_size=tensor_group().size(),
+        cfg=cfg,
+    )
+
+
 def parallel_groups() -> ParallelGroups:
     """This rank's groups, as the conversion engine takes them."""
     return ParallelGroups(tp=tensor_group(), pp=pipeline_group(), dp=data_group())
@@ -64,6 +77,23 @@ def hf_source(cfg: RunConfig) -> Path | None:
         if (folder / hf_io.CONFIG).exists():
             return folder
     return None
+
+
+def tokenizer_source(cfg: RunConfig) -> Path | None:
+    """The folder of the tokenizer that goes along on export."""
+    named = cfg.tokenizer.tokenizer_name_or_path
+    return Path(named) if named is not None and Path(named).is_dir() else hf_source(cfg)
+
+
+def origin(cfg: RunConfig) -> dict[str, Any] | None:
+    """What a save keeps for the day when it becomes a Hugging Face folder: config.json and the tokenizer's folder."""
+    try:
+        source, words = hf_source(cfg), tokenizer_source(cfg)
+        hf_config = hf_io.read_config(source) if source is not None else None
+    except SuiteError:
+        # A folder that went away during the run is no reason to lose a save.
+        return None
+    return {"hf_config": hf_config, "words": words and str(words.resolve())}
 
 
 def export_dtype(cfg: RunConfig) -> torch.dtype:
@@ -119,7 +149,6 @@ def export_hf(run: Run, folder: Path) -> None:
     """
     cfg = run.cfg
     run.gather_parameters()
-    named = cfg.tokenizer.tokenizer_name_or_path
     save_hf(
         run.chunks,
         family_of(cfg),
@@ -128,5 +157,5 @@ def export_hf(run: Run, folder: Path) -> None:
         dtype=export_dtype(cfg),
         groups=parallel_groups(),
         source=hf_source(cfg),
-        tokenizer=named if named is not None and Path(named).is_dir() else None,
+        tokenizer=tokenizer_source(cfg),
     )

@@ -21,7 +21,7 @@ import torch
 from mindspeed_llm.checkpoint import hf_io
 from mindspeed_llm.checkpoint.convert.legacy_folders import find_tree
 from mindspeed_llm.checkpoint.convert.legacy_reader import LegacySource, LegacyTree
-from mindspeed_llm.checkpoint.convert.record import Record, described_model, read_record, recorded_model, shortened
+from mindspeed_llm.checkpoint.convert.record import Record, described_model, origin_of, recorded_model, shortened
 from mindspeed_llm.checkpoint.convert.shapes import planned_shapes
 from mindspeed_llm.checkpoint.convert.streams import MegatronSource, Target
 from mindspeed_llm.checkpoint.convert.target import check_target
@@ -132,19 +132,21 @@ def plan(settings: Settings, stack: ExitStack) -> Plan:
         SuiteError: whatever does not fit; nothing was written.
     """
     given = _read_hf(settings, stack) if settings.load_kind == "hf" else _read_megatron(settings)
-    values = dict(given.values)
+    values, notices = dict(given.values), list(given.notices)
     if settings.save_kind == "mg":
         target = settings.target or Target()
         check_target(target, values)
         values["make_vocab_size_divisible_by"] = settings.vocab_multiple
         values["padded_vocab_size"] = padded_vocab_size(values["vocab_size"], settings.vocab_multiple, target.tp)
+        if settings.target is not None and settings.save_format == "torch_dist":
+            notices.append("torch_dist files have no layout: they load at any; --save-format legacy cuts them")
     source = _view(given, values, settings)
     dtype = DTYPES[settings.dtype] if settings.dtype else None
     tensors = {
         name: TensorInfo(info.shape, dtype if dtype and info.dtype.is_floating_point else info.dtype)
         for name, info in source.tensors.items()
     }
-    return Plan(settings, given.family, values, tensors, source, given.record, given.notices)
+    return Plan(settings, given.family, values, tensors, source, given.record, tuple(notices))
 
 
 def _view(given: _Given, values: Mapping[str, Any], settings: Settings) -> TensorSource:
@@ -190,15 +192,16 @@ def _read_hf(settings: Settings, stack: ExitStack) -> _Given:
 def _read_megatron(settings: Settings) -> _Given:
     """A megatron-core checkpoint, proved against the model that it records or that a config.json describes."""
     folder, opened = open_megatron(settings.load, settings.step)
-    before, notices = read_record(folder), ["weights alone are converted: no optimizer state, no counters"]
-    hf_config, words = before and before.hf_config, before and before.words
-    if settings.hf_config is not None:
-        hf_config, words = hf_io.read_config(settings.hf_config), str(settings.hf_config.resolve())
-    family, values = recorded_model(opened.values, hf_config, settings.family, folder)
+    notices = ["weights alone are converted: no optimizer state, no counters"]
+    given = hf_io.read_config(settings.hf_config) if settings.hf_config is not None else None
+    family, values = recorded_model(opened.values, given, settings.family, folder)
     _check_flags(settings, folder, opened.target, values)
     table = compile_names(family, values)
     source = LegacySource(opened, table) if isinstance(opened, LegacyTree) else opened
     _check_stored(folder, table, source, values)
+    hf_config, words = origin_of(folder) or (None, None)
+    if settings.hf_config is not None:
+        hf_config, words = given, str(settings.hf_config.resolve())
     if settings.save_kind == "hf" and (words is None or not Path(words).is_dir()):
         where = f"{words} is not there any more" if words else "the checkpoint does not say where it was"
         notices.append(f"no tokenizer is written: {where}; --hf-cfg-dir names its folder")

@@ -38,26 +38,22 @@ def find_tree(folder: Path, step: int | None = None) -> Path | None:
     if rank_files(folder):
         return folder
     saves = {path.name: path for pattern in _SAVES for path in sorted(folder.glob(pattern)) if rank_files(path)}
-    if step is not None:
-        save, named = iteration_folder(folder, step), "that step"
-    elif (folder / TRACKER).is_file():
+    text = str(step)
+    if step is None:
+        if not (folder / TRACKER).is_file():
+            return _no_save(saves, f"{folder} has no {TRACKER} that says which save to take")
         text = (folder / TRACKER).read_text(errors="replace").strip()
-        if not text.isdecimal() and text != "release":
-            return _no_save(folder, saves, f"the tracker {folder / TRACKER} does not name a save", text)
-        save, named = folder / "release" if text == "release" else iteration_folder(folder, int(text)), "the tracker"
-    else:
-        return _no_save(folder, saves, f"{folder} has no {TRACKER} that says which save to take", None)
-    if save.is_dir():
-        return saves.get(save.name)
-    return _no_save(folder, saves, f"{named} names {save}, which is not there", None)
+    if not text.isdecimal() and text != "release":
+        return _no_save(saves, f"the tracker {folder / TRACKER} does not name a save: {text[:80]!r}")
+    save = folder / "release" if text == "release" else iteration_folder(folder, int(text))
+    return saves.get(save.name) if save.is_dir() else _no_save(saves, f"there is no {save}")
 
 
-def _no_save(folder: Path, saves: Mapping[str, Path], what: str, got: str | None) -> None:
+def _no_save(saves: Mapping[str, Path], what: str) -> None:
     """None where there is no tree; other formats have their own errors."""
     if saves:
         raise CheckpointError(
             what,
-            got=got,
             allowed=", ".join(saves),
             fix=f"name the save itself, such as {next(iter(saves.values()))}, or write its number into {TRACKER}",
         )

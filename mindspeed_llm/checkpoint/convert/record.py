@@ -17,12 +17,15 @@ from typing import Any
 
 from mindspeed_llm.checkpoint import hf_io
 from mindspeed_llm.checkpoint.folders import CONVERSION
+from mindspeed_llm.checkpoint.trusted import read_common
 from mindspeed_llm.config.resolve import ARCHITECTURE_FIELDS, Layer, resolve
 from mindspeed_llm.config.schema import field_table
 from mindspeed_llm.errors import CheckpointError, ConversionError
 from mindspeed_llm.models.family import ModelFamily, values_of
 from mindspeed_llm.models.registry import family_by_name, family_for
 
+COMMON, ORIGIN = "common.pt", "origin"
+"""Where a run's saves keep the config.json that the run started from, and the folder of its tokenizer."""
 SECTIONS = ("model", "transformer")
 """Sections of the run configuration that describe a model."""
 
@@ -48,19 +51,22 @@ class Record:
         hf_io.write_json(folder / CONVERSION, asdict(self))
 
 
-def read_record(folder: Path) -> Record | None:
-    """What stands in an ``iter_*`` folder; None where it was not written by a conversion.
+def origin_of(folder: Path) -> tuple[dict[str, Any] | None, str | None] | None:
+    """The config.json of a checkpoint's model and the folder of its tokenizer, as far as an ``iter_*`` folder says.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: a record is there and cannot be read.
     """
     path = folder / CONVERSION
     if not path.is_file():
-        return None
+        common = read_common(folder / COMMON) if (folder / COMMON).is_file() else {}
+        saved = common.get(ORIGIN)
+        return (saved["hf_config"], saved["words"]) if saved else None
     try:
-        return Record(**json.loads(path.read_text(encoding="utf-8")))
+        record = Record(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read", got=error) from error
+    return record.hf_config, record.words
 
 
 def sections(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -130,7 +136,7 @@ def recorded_model(
                 fix="--hf-cfg-dir with the folder of the model",
             )
         return family, {**values, **known, "model_type_hf": family.name}
-    if family_name is None or "num_layers" not in known:
+    if family_name is None or None in (known.get("num_layers"), known.get("vocab_size")):
         raise ConversionError(
             f"{folder} does not say which model it is of",
             fix="--hf-cfg-dir with the Hugging Face folder of the model (config.json is enough)",

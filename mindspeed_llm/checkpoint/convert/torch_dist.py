@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from mindspeed_llm.checkpoint.convert.legacy_spelling import local_name
 from mindspeed_llm.checkpoint.convert.streams import Target
 from mindspeed_llm.checkpoint.durable import sync_file
 from mindspeed_llm.checkpoint.hf_io import TensorInfo
@@ -87,6 +88,7 @@ class TorchDistSource:
             layers = list(range(stored.shape[0]))
         for layer in layers:
             name = stored.name if layer is None else f"{_LAYERS}{layer}.{stored.name.removeprefix(_LAYERS)}"
+            name = local_name(name) or name
             self._stacks[name] = (stored, layer)
             shape = stored.shape if layer is None else stored.shape[1:]
             self.tensors[name] = TensorInfo(shape, stored.dtype)

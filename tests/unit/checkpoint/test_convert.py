@@ -16,6 +16,7 @@ from mindspeed_llm.checkpoint.convert import execution
 from mindspeed_llm.checkpoint.convert.conversion import Settings, plan
 from mindspeed_llm.checkpoint.convert.torch_dist import TorchDistSource
 from mindspeed_llm.cli import convert
+from mindspeed_llm.models.registry import family_for
 from tests.fixtures import MODELS, hf_folder, tokenizer_folder
 
 VOCAB = 323
@@ -142,6 +143,22 @@ def test_columns_and_rows_are_read_alone(tmp_path: Path) -> None:
     assert torch.equal(source.read(name, (3, 9), (64, 128)), down[3:9, 64:128])
     assert torch.equal(source.read(name, None, (0, 5)), down[:, :5])
     assert torch.equal(source.read("decoder.final_layernorm.weight", (1, 4)), weights(folder)["model.norm.weight"][1:4])
+
+
+@pytest.mark.parametrize("name", ["q25tied", "llama31"])
+def test_the_recorded_model_is_enough(tmp_path: Path, name: str) -> None:
+    """Without config.json of the original: the same values in other words, and no tokenizer."""
+    folder = hf_folder(name, VOCAB)
+    mg = to_megatron(folder, tmp_path / "mg")
+    (mg / "iter_0000001" / "conversion.json").unlink()
+    back = to_hf(mg, tmp_path / "back")
+    assert_same(weights(back), weights(folder))
+    family = family_for(config(folder))
+    assert family.config_to_values(config(back)) == family.config_to_values(config(folder))
+    assert not (back / "tokenizer.json").exists()
+    again = to_hf(mg, tmp_path / "again", "--hf-cfg-dir", folder)
+    assert_same_config(again, folder)
+    assert (again / "tokenizer.json").is_file()
 
 
 def test_fewer_layers(tmp_path: Path) -> None:
