@@ -31,7 +31,8 @@ GUIDES = ("README.md", "CONTRIBUTING.md", "mindspeed_llm/ops/README.md")
 PAGES = (*GUIDES, *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 NOT_RUN = re.compile(r"^# not run by the tests: \w+", re.MULTILINE)
 ABRIDGED = "..."
-PROGRAMS = ("python", ".venv/bin/python", "torchrun", "make", "bash")
+VARIABLE = re.compile(r"([A-Z_0-9]+)=\S*")
+OURS = re.compile(rf"\s*({VARIABLE.pattern} +)*(\S*python|torchrun|make|bash|examples/\S+)( |$)")
 SHELL = ("source", "cd", "mkdir", "export", "cat", "ls", "tail", "grep")
 """Commands of the shell itself and of every system, which need no trying."""
 MODELS = ("MODEL", "DIR", "Qwen2.5-0.5B", "out/first/hf")
@@ -67,13 +68,11 @@ def blocks(page: str) -> Iterator[Block]:
 
 
 def commands(block: Block) -> Iterator[list[str]]:
-    """The words of each command of a block, without the variables that are set for it."""
+    """The words of each command of a block, variables that are set for it first."""
     if block.language not in ("", "bash") or NOT_RUN.search(block.text):
         return
     for line in re.sub(r"\\\n", " ", block.text).splitlines():
-        words = shlex.split(line, comments=True) if block.language or line.startswith(PROGRAMS) else []
-        while words and re.fullmatch(r"[A-Z_0-9]+=.*", words[0]):
-            words.pop(0)
+        words = shlex.split(line, comments=True) if block.language or OURS.match(line) else []
         if words:
             yield words
 
@@ -149,7 +148,13 @@ def test_a_command_works(
     words: list[str], place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(place)
-    program, *rest = words
+    scripts = [word for word in words if word.startswith("examples/") and word.endswith(".sh")]
+    variables = [found[1] for word in words if (found := VARIABLE.fullmatch(word))]
+    if scripts:
+        read = "".join(path.read_text() for path in (*map(Path, scripts), *Path("examples/_shared").glob("*.sh")))
+        assert [name for name in variables if not re.search(rf"\b{name}\b", read)] == []
+        return
+    program, *rest = (word for word in words if not VARIABLE.fullmatch(word))
     if program == "torchrun":
         at = next(i for i, word in enumerate(rest) if word.endswith(".py"))
         sizes = {name.lstrip("-").replace("-", "_"): value for name, value in pairwise(rest[:at])}
@@ -158,8 +163,6 @@ def test_a_command_works(
         try_python(rest[at:], place, capsys)
     elif program.endswith("python"):
         try_python([word.replace("$SLURM_ARRAY_TASK_ID", "0") for word in rest], place, capsys)
-    elif program == "bash":
-        assert (place / rest[0]).is_file()
     else:  # targets of make are in tests/unit/tools/test_docs.py
         assert program in ("make", *SHELL), "neither known to the test nor marked as not run by it"
 
