@@ -1,0 +1,1 @@
+"""``python -m mindspeed_llm.tools.migrate``: recipes of Megatron-LM and MindSpeed-LLM, read, judged and rewritten."""
