@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from mindspeed_llm.checkpoint.convert.legacy_folders import find_tree
 from mindspeed_llm.checkpoint.folders import (
     CONVERSION,
     NON_PERSISTENT,
@@ -28,13 +29,14 @@ class Origin:
     """What ``--load`` turned out to be.
 
     Attributes:
-        kind: ``random``: nothing is loaded; ``hf``: a Hugging Face folder; ``checkpoint``: one of our own.
+        kind: ``random``: nothing is loaded; ``hf``: a Hugging Face folder; ``per_rank``: the ``mp_rank_*`` files of
+            Megatron-LM, of which only the weights are read; ``checkpoint``: one of our own.
         folder: where it is.
         iteration: of the checkpoint.
         weights_only: the run starts from the weights of a checkpoint rather than going on with it.
     """
 
-    kind: Literal["random", "hf", "checkpoint"]
+    kind: Literal["random", "hf", "per_rank", "checkpoint"]
     folder: Path | None = None
     iteration: int = 0
     weights_only: bool = False
@@ -60,6 +62,14 @@ def find_origin(cfg: RunConfig) -> Origin:
                     fix="save elsewhere; to go on from there, --load that folder and keep --hf-config here",
                 )
             return Origin("hf", folder)
+        tree = find_tree(folder, checkpoint.ckpt_step)
+        if tree is not None:
+            if checkpoint.save is not None and Path(checkpoint.save).resolve() in (folder.resolve(), tree.resolve()):
+                raise CheckpointError(
+                    f"--save {checkpoint.save} holds the per-rank checkpoint that --load reads",
+                    fix="save elsewhere; to go on from there, --load that folder and --pretrained-checkpoint this one",
+                )
+            return Origin("per_rank", tree)
         if checkpoint.ckpt_step is not None:
             require_save(folder, checkpoint.ckpt_step)
             return _checkpoint(folder, checkpoint.ckpt_step)
@@ -99,6 +109,9 @@ def _start(cfg: RunConfig) -> Origin:
     folder = Path(given)
     if (folder / CONFIG).is_file():
         return Origin("hf", folder)
+    tree = find_tree(folder)
+    if tree is not None:
+        return Origin("per_rank", tree)
     iteration = latest_iteration(folder)
     if iteration is None:
         raise CheckpointError(

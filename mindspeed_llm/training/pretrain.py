@@ -34,7 +34,7 @@ from mindspeed_llm.training.save_load import Saver, load_checkpoint
 from mindspeed_llm.training.setup import setup
 from mindspeed_llm.training.state import Run
 from mindspeed_llm.training.streams import open_streams
-from mindspeed_llm.training.weights import check_exports, check_outputs, export_hf, load_from_hf
+from mindspeed_llm.training.weights import check_exports, check_outputs, export_hf, load_from_hf, load_from_tree
 
 logger = logging.getLogger(__name__)
 
@@ -124,15 +124,21 @@ def _run(cfg: RunConfig, origin: Origin, with_data: RunConfig, tokenizer: Tokeni
     reporter.close()
 
 
+_FRESH = "these are weights to start from: the run begins at iteration 0 with a fresh optimizer"
+
+
 def _set_up(cfg: RunConfig, origin: Origin) -> Run:
     folder = origin.folder
     if origin.kind == "hf" and folder is not None:
         return setup(cfg, lambda chunks: load_from_hf(cfg, folder, chunks))
+    if origin.kind == "per_rank" and folder is not None:
+        logger.info(_FRESH)
+        return setup(cfg, lambda chunks: load_from_tree(cfg, folder, chunks))
     run = setup(cfg)
     if origin.kind == "checkpoint" and folder is not None:
         load_checkpoint(run, folder, origin.iteration, weights_only=origin.weights_only)
         if origin.weights_only:
-            logger.info("these are weights to start from: the run begins at iteration 0 with a fresh optimizer")
+            logger.info(_FRESH)
     return run
 
 

@@ -18,6 +18,7 @@ from mindspeed_llm.checkpoint.names import compile_names
 from tests.distributed.pool import Pool
 from tests.fixtures import hf_folder
 from tests.per_rank import load_rank
+from tests.unit.checkpoint.test_convert import assert_same, to_megatron, weights
 
 CASE = "tests.distributed.cases_legacy:save_tree"
 TP, PP, VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
@@ -72,3 +73,50 @@ def test_trees_of_megatron_core_are_read_and_written(
             for found in (model_of(tmp_path / "ours" / name, key, mmap=mmap) for mmap in (False, True)):
                 assert found.keys() == expected.keys()
                 assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+RUN = "tests.distributed.cases_pretrain:command"
+TREE = ("--save-format", "legacy", "--target-tensor-parallel-size", "2", "--target-pipeline-parallel-size", "2")
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks"),
+    [
+        ((), 1),
+        (("--tensor-model-parallel-size", 1, "--pipeline-model-parallel-size", 4), 4),
+        (("--tensor-model-parallel-size", 2, "--bf16", "--params-dtype", "fp32"), 2),
+    ],
+)
+def test_a_run_starts_from_a_tree_of_another_layout(
+    pool: Pool, tmp_path: Path, flags: tuple[object, ...], ranks: int
+) -> None:
+    """The layout of the run, its padding of the vocabulary and its number format are its own."""
+    folder = hf_folder("q25tied", 323)
+    tree = to_megatron(folder, tmp_path / "tree", *TREE)
+    argv = ["--load", tree, "--hf-config", folder, "--train-iters", 0, "--save-hf", tmp_path / "out", *flags]
+    for rank in pool.run(RUN, ranks, argv=[str(word) for word in argv]):
+        assert rank["code"] == 0, rank["err"]
+        assert "the run begins at iteration 0 with a fresh optimizer" in rank["err"] or ranks > 1
+    expected = weights(folder)
+    if "--bf16" in flags:
+        expected = {name: tensor.bfloat16().float() for name, tensor in expected.items()}
+    assert_same(weights(tmp_path / "out"), expected)
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "says"),
+    [
+        ("q25", (), "untie_embeddings_and_output_weights True"),
+        ("q25tied", ("--rotary-base", "5000"), "rotary_base 5000.0"),
+        ("q25tied", ("--save", "tree"), "holds the per-rank checkpoint that --load reads"),
+    ],
+)
+def test_a_tree_of_another_model_does_not_start_a_run(
+    pool: Pool, tmp_path: Path, model: str, flags: tuple[str, ...], says: str
+) -> None:
+    tree = to_megatron(hf_folder("q25tied", 323), tmp_path / "tree", *TREE)
+    argv = ["--load", str(tree), "--hf-config", str(hf_folder(model, 323)), "--train-iters", "0"]
+    argv += [str(tree) if word == "tree" else word for word in flags]
+    (found,) = pool.run(RUN, 1, argv=argv)
+    assert found["code"] != 0
+    assert says in found["err"]

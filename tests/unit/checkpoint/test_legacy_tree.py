@@ -351,10 +351,12 @@ def test_the_tracker_names_the_save(tmp_path: Path) -> None:
         assert find_tree(tmp_path) == tmp_path / save
     assert find_tree(tmp_path / "release") == tmp_path / "release"
     assert find_tree(tmp_path, step=10) == tmp_path / "iter_0000010"
-    for text, says in (("20", "iter_0000020, which is not there"), ("x", "does not name a save")):
+    for text, says in (("20", "there is no .*iter_0000020"), ("x", "does not name a save")):
         tracker.write_text(text)
         with pytest.raises(CheckpointError, match=says):
             find_tree(tmp_path)
+    with pytest.raises(CheckpointError, match=r"there is no .*iter_0000030"):
+        find_tree(tmp_path, step=30)
     tracker.unlink()
     with pytest.raises(CheckpointError, match=r"has no latest_checkpointed_iteration\.txt"):
         find_tree(tmp_path)
