@@ -40,10 +40,23 @@ def families() -> Mapping[str, ModelFamily]:
     return result
 
 
+UPSTREAM_NAMES: Mapping[str, str] = {
+    "llama2": "llama",
+    "qwen25": "qwen2",
+    "seed-oss": "seed_oss",
+    "magistral": "mistral",
+    "phi3.5": "phi3",
+    "baichuan2": "baichuan",
+    "chatglm3": "chatglm",
+    "bloom_3b": "bloom",
+}
+"""What ``--model-type-hf`` calls a family in MindSpeed-LLM, where it is not the name here."""
+
+
 def family_by_name(name: str) -> ModelFamily:
-    """Raises ConversionError with the list of names."""
+    """The family called ``name``, here or in MindSpeed-LLM; raises ConversionError with the list of names."""
     try:
-        return families()[name]
+        return families()[UPSTREAM_NAMES.get(name, name)]
     except KeyError:
         raise ConversionError("unknown model family", got=name, allowed=", ".join(sorted(families()))) from None
 

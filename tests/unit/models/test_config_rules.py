@@ -342,6 +342,24 @@ def test_the_registry_names_what_it_has() -> None:
         family_by_name("gpt5")
 
 
+# The architecture that transformers gives to the weights which MindSpeed-LLM calls so.
+@pytest.mark.parametrize(
+    ("theirs", "architecture"),
+    [
+        ("llama2", "LlamaForCausalLM"),
+        ("qwen25", "Qwen2ForCausalLM"),
+        ("qwen3", "Qwen3ForCausalLM"),
+        ("seed-oss", "SeedOssForCausalLM"),
+        ("magistral", "MistralForCausalLM"),
+        ("phi3.5", "Phi3ForCausalLM"),
+        ("gemma2", "Gemma2ForCausalLM"),
+        ("glm4", "Glm4ForCausalLM"),
+    ],
+)
+def test_a_family_is_found_by_the_name_that_upstream_gives_it(theirs: str, architecture: str) -> None:
+    assert architecture in family_by_name(theirs).hf_architectures
+
+
 @pytest.mark.parametrize("name", families())
 def test_each_key_of_config_json_has_one_rule(name: str) -> None:
     family = family_by_name(name)
