@@ -1,7 +1,8 @@
 """Tiny Hugging Face models and a byte tokenizer, made on the spot and kept for the session.
 
 Every weight is drawn anew (vectors around where they start, the rest N(0, 0.05)), so that a tensor that is dropped,
-swapped or transposed cannot go unseen. Vocabulary 328 needs no padding at the usual test settings; 323 is odd on purpose.
+swapped or transposed cannot go unseen. Vocabulary 328 needs no padding at the usual test settings; 323 is odd on
+purpose.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llamayarn": ("llama", _YARN),
     "llamadyn": ("llama", {**_rope("dynamic", 1e4, factor=4.0), "max_position_embeddings": 16}),
     "baichuan13": ("baichuan", {"max_position_embeddings": None}),
+    "llamaplain": ("llama", _rope("default", 1e4)),
     "llamabias": ("llama", {**_rope("default", 1e4), "attention_bias": True, "mlp_bias": True}),
 }
 """Name -> family, and what differs from the family's tiny model; each family stands here under its own name, too."""

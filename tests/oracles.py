@@ -103,7 +103,7 @@ def _glm(config: Config) -> Any:
             attention_bias=config["add_qkv_bias"],
             rope_parameters={
                 "rope_type": "default",
-                "rope_theta": 1e4 * config["rope_ratio"],
+                "rope_theta": 1e4 * config.get("rope_ratio", 1),
                 "partial_rotary_factor": 0.5,
             },
             tie_word_embeddings=False,
@@ -163,12 +163,15 @@ def _to_internlm2(state: State, config: Config) -> dict[str, Tensor]:
     )
 
 
-# https://huggingface.co/internlm/internlm3-8b-instruct/blob/main/modeling_internlm3.py: Qwen2 but for its head size.
+# https://huggingface.co/internlm/internlm3-8b-instruct/blob/main/modeling_internlm3.py: Llama, or with biases
+# Qwen2 but for its head size.
 def _internlm3(config: Config) -> Any:
-    qwen = Qwen2Config(
-        **_sizes(config), max_position_embeddings=config["max_position_embeddings"], rope_parameters=_rope(config)
-    )
-    qwen.head_dim = config["head_dim"]
+    length, rope, head = config["max_position_embeddings"], _rope(config), config["head_dim"]
+    if not config["qkv_bias"]:
+        llama = LlamaConfig(**_sizes(config), max_position_embeddings=length, rope_parameters=rope, head_dim=head)
+        return LlamaForCausalLM(llama)
+    qwen = Qwen2Config(**_sizes(config), max_position_embeddings=length, rope_parameters=rope)
+    qwen.head_dim = head
     return Qwen2ForCausalLM(qwen)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from mindspeed_llm.core.transformer.attention import IMPLEMENTATIONS
 from mindspeed_llm.errors import ConfigError, ConversionError
-from mindspeed_llm.models.family import Const, Drop, Expect, Ignore, ModelFamily, ParamMap, Preset, Weight
+from mindspeed_llm.models.family import Const, Drop, Expect, Ignore, ModelFamily, ParamMap, Preset, Values, Weight
 from mindspeed_llm.models.registry import CONFIG, families, family_for, packaged_configs
 from mindspeed_llm.ops import registry
 from mindspeed_llm.ops.dispatch import DEVICES
@@ -177,23 +177,38 @@ def _family_section(family: ModelFamily) -> list[str]:
     ]
 
 
+def _positions(values: Values) -> str:
+    """How a model knows positions: the base of the rotation and how far it is stretched, else the kind."""
+    kind = values["position_embedding_type"]
+    if kind != "rope":
+        return str(kind)
+    local, scaling = values.get("rotary_base_local"), values.get("rope_scaling_type")
+    return ", ".join(
+        [
+            f"rope {values['rotary_base']:g}",
+            *([f"{local:g} in windows"] if local else ()),
+            *([f"{scaling} x{values['rope_scaling_factor']:g}"] if scaling else ()),
+        ]
+    )
+
+
 def _published() -> Iterable[Sequence[object]]:
     for name, folder in packaged_configs().items():
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        scaling = (config["rope_scaling"] or {}) if "rope_scaling" in config else {}
-        rope = f"{config['rope_theta']:g}" + (f", {scaling['rope_type']} x{scaling['factor']:g}" if scaling else "")
+        family = family_for(config)
+        values = family.config_to_values(config)
         yield (
             f"`{name}`",
-            family_for(config).name,
-            config["num_hidden_layers"],
-            config["hidden_size"],
-            config["intermediate_size"],
-            f"{config['num_attention_heads']} / {config['num_key_value_heads']}",
-            config["vocab_size"],
-            rope,
-            f"{config['rms_norm_eps']:g}",
-            "yes" if config["tie_word_embeddings"] else "no",
-            config["max_position_embeddings"],
+            family.name,
+            values["num_layers"],
+            values["hidden_size"],
+            values["ffn_hidden_size"],
+            f"{values['num_attention_heads']} / {values['num_query_groups']}",
+            values["vocab_size"],
+            _positions(values),
+            f"{values['layernorm_epsilon']:g}",
+            "no" if values["untie_embeddings_and_output_weights"] else "yes",
+            values["max_position_embeddings"],
         )
 
 
@@ -222,10 +237,10 @@ def models_page() -> str:
                     "feed-forward",
                     "heads / KV",
                     "vocabulary",
-                    "rope",
+                    "positions",
                     "norm eps",
                     "tied",
-                    "positions",
+                    "longest",
                 ),
                 _published(),
             ),
