@@ -123,7 +123,7 @@ def _with_its_line(text: str, begin: int, end: int) -> tuple[int, int]:
         return len(text[:begin].rstrip(" \t")) if text[line:begin].strip() else begin, end
     before = text[:line].rstrip(" \t\r\n")
     if not rest and before.endswith("\\") and line:
-        # The last line of a continued command: the backslash above would join what follows.
+        # The last line of a continued command: no backslash is left to continue into nothing.
         return len(before) - 1, stop
     return line, min(stop + 1, len(text))
 
