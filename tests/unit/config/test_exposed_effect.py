@@ -126,8 +126,9 @@ CASES: dict[str, Case] = {
 OURS = names(
     """position_embedding_type rotary_base rotary_base_local rotary_percent long_factor short_factor
     embedding_multiplier input_embeds_norm embedding_layernorm residual_multiplier scale_depth output_multiplier
-    dim_model_base output_logit_softcapping attn_logit_softcapping normalize_output_weight pre_norm post_norm qk_norm_over_heads
-    untie_embeddings_and_output_weights activation_func group_query_attention init_method_xavier_uniform"""
+    dim_model_base output_logit_softcapping attn_logit_softcapping normalize_output_weight pre_norm post_norm
+    qk_norm_over_heads untie_embeddings_and_output_weights activation_func group_query_attention
+    init_method_xavier_uniform"""
 )
 
 # These change when and how data travels, or only warn, and nothing that is computed: code that runs must ask for them.
