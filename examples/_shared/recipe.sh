@@ -4,10 +4,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit
 NAME=$(basename "$0" .sh)
 command -v torchrun >/dev/null || PATH=$PWD/.venv/bin:$PATH
 
-# Kernels start in the order in which they were issued, which overlapping of communication counts on.
-export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
-export PYTORCH_NPU_ALLOC_CONF=${PYTORCH_NPU_ALLOC_CONF:-expandable_segments:True}
-export HCCL_CONNECT_TIMEOUT=${HCCL_CONNECT_TIMEOUT:-1800}
+# shellcheck source=environment.sh
+source examples/_shared/environment.sh
 
 # Stops the recipe with all that is wrong, a line each.
 fail() {

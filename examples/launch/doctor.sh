@@ -4,6 +4,8 @@
 # Flags are the doctor's: --save, --data-path, --distributed-timeout-minutes, --json.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+# shellcheck source-path=SCRIPTDIR source=../_shared/environment.sh
+source examples/_shared/environment.sh
 
 PYTHON=${PYTHON:-.venv/bin/python}
 exec "$PYTHON" -m torch.distributed.run --nnodes "${NNODES:-1}" --node_rank "${NODE_RANK:-0}" \

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from mindspeed_llm.config.distributed import DistributedConfig
+from mindspeed_llm.config.files import read_environment
 from mindspeed_llm.tools.doctor import machine, network, ranks, software, storage, variables
 from mindspeed_llm.tools.doctor.finding import (
     SEVERITIES,
@@ -53,10 +55,20 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--save", type=Path, help="the run's --save; it is tried with small files")
     parser.add_argument("--data-path", nargs="+", default=(), help="the run's --data-path")
     parser.add_argument(
-        "--distributed-timeout-minutes", type=float, default=10.0, help="the run's; times of HCCL are compared with it"
+        "--distributed-timeout-minutes",
+        type=float,
+        default=_timeout_minutes(os.environ),
+        help="the run's; times of HCCL are compared with it",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object")
     return parser
+
+
+def _timeout_minutes(environ: Mapping[str, str]) -> float:
+    """That of a run which is not given the flag: the environment's, else the default."""
+    default = DistributedConfig().distributed_timeout_minutes
+    given = read_environment(environ).values.get("distributed_timeout_minutes", default)
+    return float(str(given))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -34,7 +34,8 @@ def suite(s: Surroundings) -> Iterator[Finding]:
             "every run refuses it",
             error.fix or "unset it",
         )
-    given = sorted(name for name in s.environ if name.startswith(PREFIX) and name not in NOT_FLAGS)
+    elsewhere = (*NOT_FLAGS, f"{PREFIX}DISTRIBUTED_TIMEOUT_MINUTES")  # the recipes set it, and timeouts tells of it
+    given = sorted(name for name in s.environ if name.startswith(PREFIX) and name not in elsewhere)
     if given and not reading.errors:
         yield note(
             f"flags from the environment: {', '.join(f'{name}={s.environ[name]}' for name in given)}",
@@ -46,22 +47,30 @@ def suite(s: Surroundings) -> Iterator[Finding]:
 
 
 def timeouts(s: Surroundings) -> Iterator[Finding]:
-    """HCCL's times to wait, against that of the run."""
+    """HCCL's times to wait, against that of the run; the recipes set theirs in ``examples/_shared/environment.sh``."""
     limit = 60 * s.timeout_minutes
     connect, executing = (s.environ.get(f"HCCL_{name}_TIMEOUT") for name in ("CONNECT", "EXEC"))
     for name, text in (("HCCL_CONNECT_TIMEOUT", connect), ("HCCL_EXEC_TIMEOUT", executing)):
         low, high = _HCCL_CONNECT_RANGE if name == "HCCL_CONNECT_TIMEOUT" else (0, 2**31 - 1)
-        if text is not None and not (text.isdecimal() and low <= int(text) <= high):
+        if text is None:
+            continue
+        if not (text.isdecimal() and low <= int(text) <= high):
             yield warning(
                 f"{name}={text}: {low} to {high} seconds are allowed", "HCCL does not take it", f"unset {name}"
             )
-        elif text is not None and int(text) > limit:
+        elif int(text) == 0:
+            yield note(
+                f"{name}=0: HCCL waits for ever",
+                f"only --distributed-timeout-minutes {s.timeout_minutes:g} ends a run whose peer is missing",
+                f"unset {name}",
+            )
+        elif int(text) > limit:
             yield warning(
                 f"{name}={text} s is longer than --distributed-timeout-minutes {s.timeout_minutes:g}",
                 "the run ends itself before HCCL says which peer is missing",
                 f"--distributed-timeout-minutes {int(text) // 60 + 1}",
             )
-        elif text is not None:
+        else:
             yield ok(f"{name}={text} s, within --distributed-timeout-minutes {s.timeout_minutes:g}")
     if s.probe.device == "npu" and s.nodes > 1 and connect is None:
         yield note(

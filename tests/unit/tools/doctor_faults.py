@@ -330,6 +330,7 @@ variable_fault(
     "variables.timeouts", "warning", "HCCL_CONNECT_TIMEOUT=1800 s is longer than", HCCL_CONNECT_TIMEOUT="1800"
 )
 variable_fault("variables.timeouts", "warning", "HCCL_EXEC_TIMEOUT=3600 s is longer than", HCCL_EXEC_TIMEOUT="3600")
+variable_fault("variables.timeouts", "note", "HCCL_EXEC_TIMEOUT=0: HCCL waits for ever", HCCL_EXEC_TIMEOUT="0")
 variable_fault("variables.timeouts", "note", "HCCL_CONNECT_TIMEOUT is not set: 120 s", NPU, NNODES="2")
 variable_fault("variables.connections", "note", "CUDA_DEVICE_MAX_CONNECTIONS=8", CUDA, CUDA_DEVICE_MAX_CONNECTIONS="8")
 variable_fault(

@@ -103,6 +103,19 @@ def test_values_of_recipes_are_well() -> None:
     assert {one.severity for one in found} == {"ok"}
 
 
+def test_what_the_recipes_set_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = f"source {ROOT}/examples/_shared/environment.sh; env"
+    bash = ["env", "-i", "bash", "-c", script]
+    told = subprocess.run(bash, capture_output=True, text=True, check=True, timeout=20).stdout
+    environ = dict(line.split("=", 1) for line in told.splitlines())
+    monkeypatch.setattr(os, "environ", environ)
+    minutes = command.build_parser().parse_args([]).distributed_timeout_minutes
+    assert minutes > DistributedConfig().distributed_timeout_minutes
+    seen = Surroundings({**environ, "NNODES": "2"}, NPU, timeout_minutes=minutes)
+    checks = (variables.suite, variables.timeouts, variables.connections, variables.allocator)
+    assert {one.severity for check in checks for one in check(seen)} == {"ok"}
+
+
 def test_the_default_timeout_is_that_of_a_run() -> None:
     default = DistributedConfig().distributed_timeout_minutes
     assert Surroundings({}).timeout_minutes == default
