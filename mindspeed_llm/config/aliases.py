@@ -132,6 +132,9 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         "--squared-relu": Alias(
             "transformer", "Feed-forward block with squared ReLU.", sets(activation_func="squared_relu")
         ),
+        "--geglu": Alias(
+            "transformer", "Gated feed-forward block with GELU.", sets(gated_linear_unit=True, activation_func="gelu")
+        ),
         "--gelu-tanh": Alias(
             "transformer",
             "Gated feed-forward block with the hyperbolic-tangent form of GELU.",

@@ -85,6 +85,11 @@ def architecture(values: Values, given: Given) -> Changes:
         changes["attention_softmax_in_fp32"] = True
     if values["rope_scaling_type"] == "llama3" and values["rope_scaling_factor"] is None:
         changes["rope_scaling_factor"] = 8.0
+    if values["rope_scaling_type"] == "longrope" and values["rope_scaling_factor"] is None:
+        # As transformers: how far the longest context exceeds the one that was trained.
+        longest, trained = values["max_position_embeddings"], values["rope_scaling_original_max_position_embeddings"]
+        if longest and trained:
+            changes["rope_scaling_factor"] = longest / trained
     changes |= _factors(values)
     if values["padded_vocab_size"] is None and values["vocab_size"] is not None:
         sizes = values["make_vocab_size_divisible_by"], values["tensor_model_parallel_size"]

@@ -46,6 +46,9 @@ NO_EFFECT: Mapping[str, NoEffect] = MappingProxyType(
             takes=1,
             only=("megatron_cp_algo", "ulysses_cp_algo", "hybrid_cp_algo", "kvallgather_cp_algo"),
         ),
+        "--longrope-freqs-type": NoEffect(
+            "both name the same frequencies, by another order of the factors", takes=1, only=("mul", "outer")
+        ),
         "--output-layer-slice-num": NoEffect("the loss is always computed a few rows of logits at a time", takes=1),
         "--loss-compute-mode": NoEffect("this is how the loss is computed", takes=1, only=("default",)),
         "--handler-name": NoEffect(

@@ -207,7 +207,7 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         "planned with more dense families",
-        """no-post-layer-norm geglu openai-gelu longrope-freqs-type long-mscale short-mscale dynamic-factor
+        """no-post-layer-norm openai-gelu long-mscale short-mscale dynamic-factor
         skip-bias-add add-dense-bias add-output-layer-bias fc-type alibi-* square-alibi-mask fill-neg-inf
         init-norm-weight-in-fp32 input-layernorm-in-fp32""",
         "step 5",

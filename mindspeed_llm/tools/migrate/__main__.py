@@ -92,7 +92,7 @@ def _report(text: str, outcome: Outcome, judged: Sequence[Judged]) -> list[str]:
 
 def _unpassed(text: str, judged: Sequence[Judged]) -> list[str]:
     """Flags that stand in the text and that no command gets: of a group that is not used, behind a lost backslash."""
-    code = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    code = re.sub(r"(?m)(^|\s)#.*$", "", text)
     passed = {word.text.partition("=")[0] for command, _, _ in judged for word in command.words}
     return [flag for flag in dict.fromkeys(re.findall(r"(?<![\w-])--[A-Za-z][\w-]*", code)) if flag not in passed]
 

@@ -74,6 +74,11 @@ class Word:
         return tuple(piece.missing for piece in self.pieces if piece.missing)
 
     @property
+    def is_unset(self) -> bool:
+        """Whether it is nothing but variables that are not set, of which bash makes no word."""
+        return not self.text and bool(self.missing)
+
+    @property
     def via(self) -> tuple[str, ...]:
         """The variables that it came through, the innermost first."""
         return tuple(dict.fromkeys(name for piece in self.pieces for name in piece.via))

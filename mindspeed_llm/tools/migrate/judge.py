@@ -8,12 +8,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import get_origin
 
 from mindspeed_llm.cli import convert, preprocess
 from mindspeed_llm.cli.flags import parse_pretrain
 from mindspeed_llm.config.no_effect import NoEffect
 from mindspeed_llm.config.refused import refusal
 from mindspeed_llm.config.spelled import FieldFlag, meaning_of, meanings, read_settings
+from mindspeed_llm.config.values import members
 from mindspeed_llm.errors import ConfigError
 from mindspeed_llm.tools.migrate.evaluate import Command, Word
 
@@ -83,7 +85,33 @@ def judge(command: Command, script: int) -> list[Verdict]:
     name = command.words[script].text.rpartition("/")[2]
     module = SCRIPTS.get(name, (name, None))[1]
     accepted = _accepted_by(module) if module else None
-    return [_verdict(word, values, module, accepted) for word, values in _flags(command.words[script + 1 :])]
+    return [
+        _verdict(word, _passed(word, values, accepted), module, accepted)
+        for word, values in _flags(command.words[script + 1 :])
+    ]
+
+
+def _passed(word: Word, values: tuple[Word, ...], accepted: Mapping[str, int | None] | None) -> tuple[Word, ...]:
+    """The words behind a flag without variables that are set nowhere and stand behind as many values as it takes: a
+    group that a recipe passes and does not have, of which bash makes nothing."""
+    flag, equals, _ = word.text.partition("=")
+    takes = 0 if equals else _takes(flag) if accepted is None else accepted.get(flag)
+    if takes is None:
+        return values
+    return (*values[:takes], *(value for value in values[takes:] if not value.is_unset))
+
+
+def _takes(flag: str) -> int | None:
+    """How many values a flag of training takes, at most one if it is refused; None for any number."""
+    meaning = meaning_of(flag)
+    if meaning is None:
+        return 1
+    if not isinstance(meaning, FieldFlag):
+        return meaning.takes
+    if meaning.spec.is_bool:
+        return 0
+    several = any(get_origin(kind) is tuple for kind in members(meaning.spec.annotation))
+    return meaning.spec.option.count if several else 1
 
 
 def _flags(words: Sequence[Word]) -> Iterator[tuple[Word, tuple[Word, ...]]]:
@@ -97,7 +125,9 @@ def _flags(words: Sequence[Word]) -> Iterator[tuple[Word, tuple[Word, ...]]]:
         start = end
 
 
-def _verdict(word: Word, values: tuple[Word, ...], module: ModuleType | None, accepted: set[str] | None) -> Verdict:
+def _verdict(
+    word: Word, values: tuple[Word, ...], module: ModuleType | None, accepted: Mapping[str, int | None] | None
+) -> Verdict:
     flag, equals, inner = word.text.partition("=")
     texts = [inner] if equals else [value.text for value in values]
     if not flag.startswith("--"):
@@ -105,7 +135,7 @@ def _verdict(word: Word, values: tuple[Word, ...], module: ModuleType | None, ac
     if lacking := _lacking((word, *values) if equals else values, texts):
         return Verdict(NEEDS_VALUE, word.text, values, word, lacking)
     if module is not None:
-        return _of_program(Verdict(KEPT, flag, values, word), module, accepted or set())
+        return _of_program(Verdict(KEPT, flag, values, word), module, accepted or {})
     return _of_training(Verdict(KEPT, flag, values, word), texts)
 
 
@@ -144,7 +174,7 @@ def _of_training(verdict: Verdict, texts: list[str]) -> Verdict:
     return verdict
 
 
-def _of_program(verdict: Verdict, module: ModuleType, accepted: set[str]) -> Verdict:
+def _of_program(verdict: Verdict, module: ModuleType, accepted: Mapping[str, int | None]) -> Verdict:
     flag = verdict.flag
     if flag in module.NO_EFFECT:
         return _as(verdict, WITHOUT_EFFECT, module.NO_EFFECT[flag][1])
@@ -160,9 +190,14 @@ def _as(verdict: Verdict, kind: str, remark: str, becomes: str = "") -> Verdict:
     return Verdict(kind, verdict.flag, verdict.values, verdict.word, remark, becomes)
 
 
-def _accepted_by(module: ModuleType) -> set[str]:
+def _accepted_by(module: ModuleType) -> Mapping[str, int | None]:
+    """The flags of a program, each with how many values it takes; None for any number."""
     build: Callable[[], argparse.ArgumentParser] = module.build_parser
-    return {spelling for action in build()._actions for spelling in action.option_strings}  # pyright: ignore[reportPrivateUsage]
+    return {
+        spelling: 1 if action.nargs is None else action.nargs if isinstance(action.nargs, int) else None
+        for action in build()._actions  # pyright: ignore[reportPrivateUsage]
+        for spelling in action.option_strings
+    }
 
 
 def together(command: Command, script: int, verdicts: Sequence[Verdict]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mindspeed_llm.errors import ConfigError
-from mindspeed_llm.tools.migrate.evaluate import Command, evaluate, python_commands
+from mindspeed_llm.tools.migrate.evaluate import Command, Word, evaluate, python_commands
 from mindspeed_llm.tools.migrate.judge import DROPPED, RENAMED, SCRIPTS, Verdict
 from mindspeed_llm.tools.migrate.syntax import parse, starts_of
 
@@ -159,11 +159,11 @@ def _prove(
             word
             for verdict in verdicts
             if verdict.kind != DROPPED
-            for word in [*(verdict.becomes or verdict.word.text).split(" "), *(value.text for value in verdict.values)]
+            for word in [*(verdict.becomes or verdict.word.text).split(" "), *_texts(verdict.values)]
         ]
         for _, _, verdicts in judged
     ]
-    got = [[word.text for word in command.words[script + 1 :]] for command, script in found]
+    got = [_texts(command.words[script + 1 :]) for command, script in found]
     if got != wanted:
         lost = next(((a, b) for a, b in zip(wanted, got, strict=False) if a != b), (wanted, got))
         raise ConfigError(
@@ -172,3 +172,7 @@ def _prove(
             allowed=" ".join(map(str, lost[0])),
             fix="change it by hand",
         )
+
+
+def _texts(words: Sequence[Word]) -> list[str]:
+    return [word.text for word in words if not word.is_unset]

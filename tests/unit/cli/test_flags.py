@@ -225,6 +225,7 @@ def test_problems_of_all_sources_come_together(tmp_path: Path) -> None:
     [
         ("--swiglu", {"gated_linear_unit": True, "activation_func": "silu"}),
         ("--squared-relu", {"activation_func": "squared_relu"}),
+        ("--geglu", {"gated_linear_unit": True, "activation_func": "gelu"}),
         ("--quick-geglu", {"gated_linear_unit": True, "activation_func": "quick_gelu"}),
         ("--disable-bias-linear", {"add_bias_linear": False}),
         ("--norm-epsilon 1e-6", {"layernorm_epsilon": 1e-6}),

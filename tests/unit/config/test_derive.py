@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -135,6 +136,33 @@ def test_written_weights_are_in_the_models_format(given_values: dict[str, Any], 
 def test_llama3_scaling_has_megatrons_default_factor() -> None:
     cfg = from_values({**TINY, "position_embedding_type": "rope", "rope_scaling_type": "llama3"})
     assert cfg.model.rope_scaling_factor == 8.0
+
+
+def test_longrope_stretches_as_transformers_does() -> None:
+    import torch
+    from transformers import Phi3Config
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    # Phi-3's configuration states no factor, either.
+    scaling = {"rope_type": "longrope", "rope_theta": 1e4, "long_factor": [2.0] * 16, "short_factor": [1.0] * 16}
+    theirs = Phi3Config(
+        hidden_size=128,
+        num_attention_heads=4,
+        max_position_embeddings=TINY["max_position_embeddings"],
+        original_max_position_embeddings=16,
+        rope_parameters=scaling,
+    )
+    _, temperature = ROPE_INIT_FUNCTIONS["longrope"](theirs, torch.device("cpu"))
+    longrope = {
+        "position_embedding_type": "rope",
+        "rope_scaling_type": "longrope",
+        "rope_scaling_original_max_position_embeddings": 16,
+        "long_factor": (2.0,) * 16,
+        "short_factor": (1.0,) * 16,
+    }
+    factor = from_values({**TINY, **longrope}).model.rope_scaling_factor
+    assert factor is not None
+    assert math.sqrt(1 + math.log(factor) / math.log(16)) == pytest.approx(temperature, rel=1e-12)
 
 
 def test_recompute_options_without_recomputation_are_dropped_and_said() -> None:

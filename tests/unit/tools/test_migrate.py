@@ -196,6 +196,14 @@ def test_other_scripts_have_flags_of_their_own() -> None:
     }
 
 
+def test_groups_that_a_recipe_passes_and_does_not_have_are_nothing() -> None:
+    found = verdicts("--split 100,0,0 $MOE_ARGS --bf16 $NONE --load $LOAD --data-path 1 $A 1 $B")
+    assert found["--split"] == found["--bf16"] == ("kept", "")
+    assert found["--load"] == ("needs a value", "set $LOAD")
+    assert found["--data-path"] == ("needs a value", "set $A, $B")
+    assert verdicts("--input a --workers 4 $NONE", "preprocess_data.py")["--workers"] == ("kept", "")
+
+
 def test_flags_are_judged_together() -> None:
     line = (
         "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --lr 1"
@@ -228,6 +236,8 @@ DROPS = {
     "python x.py",
     "with a variable for a value": 'L="3,5"\nA="--num-layer-list $L \\\n --seed 1"\n'
     'torchrun pretrain_gpt.py $A --num-layer-list "${L}"',
+    "before groups that are not set": 'A="--seed 1 \\\n --num-layer-list 3,5"\n'
+    "torchrun pretrain_gpt.py $A $MOE --bf16 $X",
     "renamed": 'A="--batch-size 4 --model-parallel-size 2"\ntorchrun pretrain_gpt.py $A --checkpoint-activations',
     "in a branch": "A=1\nif [ $A -eq 1 ]; then\n    B=(--reuse-fp32-param --seed 1)\nfi\n"
     "torchrun pretrain_gpt.py ${B[@]}",
@@ -304,9 +314,10 @@ def test_a_script_that_is_not_here_says_what_comes(tmp_path: Path, capsys: pytes
 
 def test_flags_that_reach_no_command_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tmp_path / "r.sh"
-    recipe.write_text('FORGOTTEN="--bf16"\ntorchrun pretrain_gpt.py --seed 1\n    --lr 1\n')
+    text = 'FORGOTTEN="--bf16"\ntorchrun pretrain_gpt.py --seed 1 # --fp16\n    --lr 1\n# --adam-beta1 0\n'
+    recipe.write_text(text)
     main([str(recipe)])
-    assert "passed to no command: --bf16 --lr" in capsys.readouterr().out
+    assert "passed to no command: --bf16 --lr\n" in capsys.readouterr().out
 
 
 def test_run_stops_where_something_has_to_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
