@@ -51,6 +51,21 @@ tiny() {
     TINY_ARGS+=(--data-cache-path out/tiny/data)
 }
 
+# tiny_convert FAMILY NAME=VALUE ...: with TINY=1, what is converted is a model of the family's tiny size with random
+# weights, made at need; and back, the result of that.
+tiny_convert() {
+    [[ ${TINY:-0} == 1 ]] || return 0
+    local there=out/tiny/${NAME%_*}_hf2mcore
+    if [[ $NAME == *_hf2mcore ]]; then
+        there=out/tiny/models/$1
+        [[ -n ${LOAD_DIR:-} || -e $there ]] || python examples/_shared/tiny_model.py "$1" "$there"
+    elif [[ -z ${LOAD_DIR:-} && ! -e $there ]]; then
+        VALIDATE_ONLY=0 SAVE_DIR=$there bash examples/*/"${NAME%_*}_hf2mcore.sh"
+    fi
+    defaults LOAD_DIR="$there" SAVE_DIR="out/tiny/$NAME" "${@:2}"
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+}
+
 # require VARIABLE WHAT: remembers what is missing; require_all tells it.
 MISSING=()
 require() {
@@ -91,6 +106,14 @@ check_data() {
     require_path TOKENIZER_PATH "the Hugging Face folder of the tokenizer"
     require_all
     validate preprocess_data.py "$@"
+}
+
+# check_convert FLAGS: the same for converting weights, where VALIDATE_ONLY=1 is --dry-run: the plan is proved and shown.
+check_convert() {
+    require_path LOAD_DIR "the folder to convert"
+    require SAVE_DIR "a folder for the result"
+    require_all
+    [[ ${VALIDATE_ONLY:-0} != 1 ]] || exec python convert_ckpt.py "$@" --dry-run
 }
 
 # validate SCRIPT FLAGS: see check_pretrain.

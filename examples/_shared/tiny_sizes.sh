@@ -4,6 +4,27 @@
 # shellcheck disable=SC2034 # recipe.sh reads it
 tiny_sizes() {
     case $1 in
+        chatglm)
+            TINY_ARGS=(
+                --num-layers 4 --hidden-size 64 --ffn-hidden-size 128
+                --num-attention-heads 4 --num-query-groups 2 --kv-channels 32
+                --vocab-size 4096
+            )
+            ;;
+        glm)
+            TINY_ARGS=(
+                --num-layers 4 --hidden-size 64 --ffn-hidden-size 128
+                --num-attention-heads 4 --num-query-groups 2 --kv-channels 32
+                --vocab-size 4096
+            )
+            ;;
+        glm4)
+            TINY_ARGS=(
+                --num-layers 4 --hidden-size 64 --ffn-hidden-size 128
+                --num-attention-heads 4 --num-query-groups 2 --kv-channels 32
+                --vocab-size 4096
+            )
+            ;;
         llama)
             TINY_ARGS=(
                 --num-layers 4 --hidden-size 64 --ffn-hidden-size 128
@@ -15,6 +36,13 @@ tiny_sizes() {
             TINY_ARGS=(
                 --num-layers 4 --hidden-size 64 --ffn-hidden-size 128
                 --num-attention-heads 4 --num-query-groups 2 --kv-channels 16
+                --vocab-size 4096
+            )
+            ;;
+        qwen3)
+            TINY_ARGS=(
+                --num-layers 4 --hidden-size 64 --ffn-hidden-size 128
+                --num-attention-heads 4 --num-query-groups 2 --kv-channels 32
                 --vocab-size 4096
             )
             ;;

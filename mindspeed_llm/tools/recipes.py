@@ -1,8 +1,9 @@
 """Writes the recipes in ``examples/`` from one table.
 
-Names: ``examples/<model>/pretrain_<model>_<size>[_32k].sh`` and ``data_<model>_pretrain.sh``. They are MindSpeed-LLM's
-without what a variable says here: ``pretrain_qwen25_7b_8k_pack_ptd_A3.sh`` is ``pretrain_qwen25_7b.sh`` with
-``SEQ_LENGTH=8192`` and ``NODE_TYPE=Snt9b23``, ``data_convert_qwen25_pretrain.sh`` is ``data_qwen25_pretrain.sh``.
+Names: ``examples/<model>/pretrain_<model>_<size>[_32k].sh``, ``data_<model>_pretrain.sh`` and
+``convert_<model>_<size>_hf2mcore.sh`` with its way back ``..._mcore2hf.sh``. They are MindSpeed-LLM's without what a
+variable says here: ``pretrain_qwen25_7b_8k_pack_ptd_A3.sh`` is ``pretrain_qwen25_7b.sh`` with ``SEQ_LENGTH=8192`` and
+``NODE_TYPE=Snt9b23``, ``data_convert_qwen25_pretrain.sh`` is ``data_qwen25_pretrain.sh``.
 
 ``python -m mindspeed_llm.tools.recipes`` writes them; ``--check`` says which are out of date and fails if any is.
 """
@@ -15,6 +16,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mindspeed_llm.errors import ConfigError
 from mindspeed_llm.models.family import ModelFamily
@@ -42,6 +44,8 @@ class Recipe:
         micro_batch: samples of a pass.
         global_batch: samples of a step.
         layers_per_stage: layers of an interleaved stage; None without interleaving.
+        ends: layers of the first and of the last stage, where the others' number does not divide; None where it does.
+        recompute: activations are computed again in the backward pass.
         suffix: end of the name.
     """
 
@@ -55,6 +59,8 @@ class Recipe:
     micro_batch: int
     global_batch: int
     layers_per_stage: int | None = None
+    ends: tuple[int, int] | None = None
+    recompute: bool = False
     suffix: str = ""
 
     @property
@@ -63,8 +69,12 @@ class Recipe:
         return f"pretrain_{self.model}_{self.size}{self.suffix}"
 
 
-def _long(size: str, config: str, cards: int, tp: int, pp: int, batch: int, per_stage: int | None = None) -> Recipe:
-    return Recipe("qwen25", size, config, 32768, (cards, cards), tp, pp, 1, batch, per_stage, "_32k")
+def _long(
+    model: str, size: str, config: str, cards: int, tp: int, pp: int, batch: int, per_stage: int | None = None
+) -> Recipe:
+    return Recipe(
+        model, size, config, 32768, (cards, cards), tp, pp, 1, batch, per_stage, recompute=True, suffix="_32k"
+    )
 
 
 RECIPES: tuple[Recipe, ...] = (
@@ -78,12 +88,26 @@ RECIPES: tuple[Recipe, ...] = (
     Recipe("qwen25", "14b", "Qwen2.5-14B", 4096, (8, 8), 8, 1, 1, 64),
     Recipe("qwen25", "32b", "Qwen2.5-32B", 4096, (16, 16), 8, 2, 1, 64),
     Recipe("qwen25", "72b", "Qwen2.5-72B", 4096, (32, 32), 8, 4, 1, 128, 5),
-    _long("0point5b", "Qwen2.5-0.5B", 8, 2, 1, 32),
-    _long("1point5b", "Qwen2.5-1.5B", 8, 2, 1, 32),
-    _long("7b", "Qwen2.5-7B", 8, 4, 2, 64),
-    _long("14b", "Qwen2.5-14B", 16, 8, 2, 64),
-    _long("32b", "Qwen2.5-32B", 32, 8, 4, 64),
-    _long("72b", "Qwen2.5-72B", 64, 8, 4, 64, 5),
+    _long("qwen25", "0point5b", "Qwen2.5-0.5B", 8, 2, 1, 32),
+    _long("qwen25", "1point5b", "Qwen2.5-1.5B", 8, 2, 1, 32),
+    _long("qwen25", "7b", "Qwen2.5-7B", 8, 4, 2, 64),
+    _long("qwen25", "14b", "Qwen2.5-14B", 16, 8, 2, 64),
+    _long("qwen25", "32b", "Qwen2.5-32B", 32, 8, 4, 64),
+    _long("qwen25", "72b", "Qwen2.5-72B", 64, 8, 4, 64, 5),
+    Recipe("qwen3", "0point6b", "Qwen3-0.6B", 4096, (8, 8), 1, 1, 1, 32),
+    Recipe("qwen3", "1point7b", "Qwen3-1.7B", 4096, (8, 8), 1, 1, 1, 32),
+    Recipe("qwen3", "4b", "Qwen3-4B", 4096, (8, 8), 1, 1, 1, 64),
+    Recipe("qwen3", "8b", "Qwen3-8B", 4096, (8, 8), 1, 2, 1, 64),
+    Recipe("qwen3", "14b", "Qwen3-14B", 4096, (8, 8), 8, 1, 4, 128),
+    Recipe("qwen3", "32b", "Qwen3-32B", 4096, (16, 16), 8, 2, 2, 256, 8),
+    _long("qwen3", "0point6b", "Qwen3-0.6B", 8, 2, 1, 32),
+    _long("qwen3", "1point7b", "Qwen3-1.7B", 8, 2, 1, 32),
+    _long("qwen3", "4b", "Qwen3-4B", 8, 4, 1, 64),
+    _long("qwen3", "14b", "Qwen3-14B", 16, 8, 2, 64),
+    _long("qwen3", "32b", "Qwen3-32B", 32, 8, 4, 64),
+    Recipe("glm4", "9b", "GLM-4-9B", 8192, (8, 8), 2, 2, 1, 64),
+    _long("glm4", "9b", "GLM-4-9B-Chat", 16, 2, 4, 64),
+    Recipe("glm4", "32b", "GLM-4-32B-0414", 8192, (16, 16), 2, 8, 1, 16, ends=(6, 7), recompute=True),
     Recipe("llama2", "7b", "Llama-2-7B", 4096, (8, 8), 1, 2, 1, 256),
     Recipe("llama2", "13b", "Llama-2-13B", 4096, (8, 8), 8, 1, 4, 512),
     Recipe("llama2", "70b", "Llama-2-70B", 4096, (32, 32), 8, 4, 1, 1024, 5),
@@ -96,12 +120,17 @@ RECIPES: tuple[Recipe, ...] = (
     Recipe("llama33", "70b", "Llama-3.3-70B", 8192, (64, 64), 8, 8, 1, 64),
 )
 """Cards are the fewest that the published tables name for full training with MindSpeed-LLM at this length. They name
-none for Llama 2, 3 and 3.3, nor for Qwen2.5 of 0.5B, 1.5B and 14B at 32k: these are MindSpeed-LLM's own recipes, and
-Llama 3.1's of the same size."""
+none for Llama 2, 3 and 3.3 and GLM-4 of 32B, nor at 32k for Qwen2.5 of 0.5B, 1.5B and 14B, Qwen3 and GLM-4: these are
+MindSpeed-LLM's own recipes, Llama 3.1's of the same size, and for Qwen3 Qwen2.5's."""
+
+CONVERTED = tuple(recipe for recipe in RECIPES if not recipe.suffix)
+"""One of each model and size: weights are the same at any length."""
 
 TITLES = {
     "qwen2": "Qwen2",
     "qwen25": "Qwen2.5",
+    "qwen3": "Qwen3",
+    "glm4": "GLM-4",
     "llama2": "Llama 2",
     "llama3": "Llama 3",
     "llama31": "Llama 3.1",
@@ -225,8 +254,39 @@ python preprocess_data.py "${{ARGS[@]}}" 2>&1 | tee "logs/$NAME.log"
 """
 
 
+_CONVERT = """
+tiny_convert {family}{tiny}
+
+LOAD_DIR=${{LOAD_DIR:-}} # {load}
+SAVE_DIR=${{SAVE_DIR:-}} # {save}
+{variables}
+
+{layout}ARGS=(
+    --load-model-type {source}
+    --save-model-type {result}
+    --load-dir "$LOAD_DIR"
+    --save-dir "$SAVE_DIR"
+{form}
+    "$@"
+)
+check_convert "${{ARGS[@]}}"
+mkdir -p logs
+python convert_ckpt.py "${{ARGS[@]}}" 2>&1 | tee "logs/$NAME.log"
+"""
+
+_LAYOUT = """LAYOUT_ARGS=()
+[[ $SAVE_FORMAT != legacy ]] || LAYOUT_ARGS=(
+{flags}
+)
+"""
+
+
+def _config(recipe: Recipe) -> dict[str, Any]:
+    return json.loads((packaged_configs()[recipe.config] / CONFIG).read_text(encoding="utf-8"))
+
+
 def _family(recipe: Recipe) -> ModelFamily:
-    return family_for(json.loads((packaged_configs()[recipe.config] / CONFIG).read_text(encoding="utf-8")))
+    return family_for(_config(recipe))
 
 
 def _nodes(cards: int, of_a_node: int) -> tuple[int, int]:
@@ -237,18 +297,25 @@ def _nodes(cards: int, of_a_node: int) -> tuple[int, int]:
 def _tiny_layout(recipe: Recipe) -> str:
     """How two processes keep what the layout is made of: stages before tensor parallelism before replicas."""
     if recipe.pp > 1:
-        return "TP=1 PP=2" + (" LAYERS_PER_STAGE=1" if recipe.layers_per_stage else "")
+        ends = " FIRST_STAGE_LAYERS=1 LAST_STAGE_LAYERS=3" if recipe.ends else ""
+        return "TP=1 PP=2" + (" LAYERS_PER_STAGE=1" if recipe.layers_per_stage else "") + ends
     return f"TP={min(recipe.tp, 2)} PP=1"
+
+
+def _variables(values: Mapping[str, object]) -> str:
+    return "\n".join(f"{name}=${{{name}:-{value}}}" for name, value in values.items() if value is not None)
 
 
 def pretrain_script(recipe: Recipe) -> str:
     """The text of a recipe."""
     (cards, nodes), (other_cards, other_nodes) = map(_nodes, recipe.cards, CARDS_OF_A_NODE)
-    long = recipe.suffix == "_32k"
+    first, last = recipe.ends or (None, None)
     sizes = {
         "TP": recipe.tp,
         "PP": recipe.pp,
         "LAYERS_PER_STAGE": recipe.layers_per_stage,
+        "FIRST_STAGE_LAYERS": first,
+        "LAST_STAGE_LAYERS": last,
         "SEQ_LENGTH": recipe.seq_length,
         "MBS": recipe.micro_batch,
         "GBS": recipe.global_batch,
@@ -256,6 +323,9 @@ def pretrain_script(recipe: Recipe) -> str:
     parallel = ['    --tensor-model-parallel-size "$TP"', '    --pipeline-model-parallel-size "$PP"']
     if recipe.layers_per_stage:
         parallel.append('    --num-layers-per-virtual-pipeline-stage "$LAYERS_PER_STAGE"')
+    if recipe.ends:
+        parallel.append('    --decoder-first-pipeline-num-layers "$FIRST_STAGE_LAYERS"')
+        parallel.append('    --decoder-last-pipeline-num-layers "$LAST_STAGE_LAYERS"')
     if recipe.tp > 1:
         parallel.append("    --sequence-parallel")
     recompute = ("--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1")
@@ -269,10 +339,10 @@ def pretrain_script(recipe: Recipe) -> str:
         model=recipe.model,
         cards=cards,
         nodes=nodes,
-        sizes="\n".join(f"{name}=${{{name}:-{value}}}" for name, value in sizes.items() if value is not None),
+        sizes=_variables(sizes),
         config=recipe.config,
         parallel="\n".join(parallel),
-        memory="".join(f"    {flag}\n" for flag in recompute if long),
+        memory="".join(f"    {flag}\n" for flag in recompute if recipe.recompute),
     )
 
 
@@ -280,6 +350,56 @@ def data_script(model: str) -> str:
     """The text of the recipe that prepares a model's data."""
     what = f"Prepares text for pretraining with the tokenizer of {TITLES[model]}."
     return (_START + _DATA).format(what=what, mark=MARK, model=model)
+
+
+def to_megatron_script(recipe: Recipe) -> str:
+    """The text of the recipe that converts a model's weights from Hugging Face's form."""
+    flags = ['    --target-tensor-parallel-size "$TP"', '    --target-pipeline-parallel-size "$PP"']
+    layout: dict[str, object] = {"TP": recipe.tp, "PP": recipe.pp}
+    tiny = "TP=2 PP=2"
+    if recipe.layers_per_stage:
+        layout["LAYERS_PER_STAGE"] = recipe.layers_per_stage
+        flags.append('    --num-layers-per-virtual-pipeline-stage "$LAYERS_PER_STAGE"')
+        tiny += " LAYERS_PER_STAGE=1"
+    if recipe.ends:
+        layers = _family(recipe).config_to_values(_config(recipe))["num_layers"]
+        between = (layers - sum(recipe.ends)) // (recipe.pp - 2)
+        stages = (recipe.ends[0], *[between] * (recipe.pp - 2), recipe.ends[1])
+        layout["STAGE_LAYERS"] = ",".join(map(str, stages))
+        flags.append('    --num-layer-list "$STAGE_LAYERS"')
+        tiny += " STAGE_LAYERS=1,3"
+    form = "# loads in any layout; legacy: a file of each rank (mp_rank_*), cut thus:"
+    return (_START + _CONVERT).format(
+        what=f"Converts Hugging Face weights of {recipe.config} to megatron-core's.",
+        mark=MARK,
+        family=_family(recipe).name,
+        tiny=f" {tiny}",
+        load="Hugging Face folder",
+        save="new or empty; then CKPT_LOAD_DIR of a pretraining",
+        variables=f"SAVE_FORMAT=${{SAVE_FORMAT:-torch_dist}} {form}\n{_variables(layout)}",
+        layout=_LAYOUT.format(flags="\n".join(flags)),
+        source="hf",
+        result="mg",
+        form='    --save-format "$SAVE_FORMAT"\n    "${LAYOUT_ARGS[@]}"',
+    )
+
+
+def to_hf_script(recipe: Recipe) -> str:
+    """The text of the recipe that converts a model's weights to Hugging Face's form."""
+    folder = "# Hugging Face folder of the model, where the checkpoint does not record it"
+    return (_START + _CONVERT).format(
+        what=f"Converts megatron-core weights of {recipe.config} to Hugging Face's.",
+        mark=MARK,
+        family=_family(recipe).name,
+        tiny="",
+        load="checkpoints of any layout: CKPT_SAVE_DIR of a pretraining, or mp_rank_*",
+        save="new or empty",
+        variables=f"HF_CFG_DIR=${{HF_CFG_DIR:-}} {folder}",
+        layout="",
+        source="mg",
+        result="hf",
+        form='    ${HF_CFG_DIR:+--hf-cfg-dir "$HF_CFG_DIR"}',
+    )
 
 
 def tiny_sizes() -> str:
@@ -313,6 +433,10 @@ def scripts() -> Iterator[tuple[str, str]]:
         yield f"{model}/data_{model}_pretrain.sh", data_script(model)
     for recipe in RECIPES:
         yield f"{recipe.model}/{recipe.name}.sh", pretrain_script(recipe)
+    for recipe in CONVERTED:
+        name = f"{recipe.model}/convert_{recipe.model}_{recipe.size}"
+        yield f"{name}_hf2mcore.sh", to_megatron_script(recipe)
+        yield f"{name}_mcore2hf.sh", to_hf_script(recipe)
 
 
 def _stray(folder: Path, wanted: Mapping[Path, str]) -> list[Path]:

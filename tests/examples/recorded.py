@@ -51,13 +51,13 @@ def project_of(folder: Path) -> Path:
     for path in sorted((ROOT / "examples").iterdir()):
         if path.name == "quickstart":
             continue
-        for script in sorted(path.glob("*.sh")):
+        for script in sorted(file for file in path.iterdir() if file.suffix in (".sh", ".py")):
             copy = examples / path.name / script.name
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_bytes(script.read_bytes())
             copy.chmod(script.stat().st_mode)
     (examples / "quickstart").symlink_to(ROOT / "examples" / "quickstart")
-    for script in ("pretrain_gpt.py", "preprocess_data.py"):
+    for script in ("pretrain_gpt.py", "preprocess_data.py", "convert_ckpt.py"):
         (folder / "project" / script).symlink_to(ROOT / script)
     return folder / "project"
 

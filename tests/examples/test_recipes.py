@@ -11,18 +11,21 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig
 
 import mindspeed_llm.core  # noqa: F401  brings megatron-core in behind its seam
-from mindspeed_llm.cli import preprocess
+from mindspeed_llm.checkpoint.convert.record import described_model
+from mindspeed_llm.checkpoint.convert.streams import Target
+from mindspeed_llm.checkpoint.convert.target import check_target
+from mindspeed_llm.cli import convert, preprocess
 from mindspeed_llm.cli.flags import parse_pretrain
 from mindspeed_llm.config.no_effect import NO_EFFECT
 from mindspeed_llm.config.run import RunConfig
 from mindspeed_llm.errors import ConfigError
-from mindspeed_llm.models.registry import family_layer, packaged_configs
+from mindspeed_llm.models.registry import family_layer
 from mindspeed_llm.tools import recipes
-from mindspeed_llm.tools.recipes import RECIPES, Recipe
+from mindspeed_llm.tools.recipes import CONVERTED, RECIPES, Recipe
 from tests.examples.recorded import MODEL, ROOT, TEXT, Call, project_of, record
+from tests.unit.models.published import hf_config, shallow
 
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -47,6 +50,13 @@ PUBLISHED_CARDS = {
     ("Qwen2.5-7B", 32768): (8, 8),
     ("Qwen2.5-32B", 32768): (32, 32),
     ("Qwen2.5-72B", 32768): (64, 64),
+    ("Qwen3-0.6B", 4096): (8, 8),
+    ("Qwen3-1.7B", 4096): (8, 8),
+    ("Qwen3-4B", 4096): (8, 8),
+    ("Qwen3-8B", 4096): (8, 8),
+    ("Qwen3-14B", 4096): (8, 8),
+    ("Qwen3-32B", 4096): (16, 16),
+    ("GLM-4-9B", 8192): (8, 8),
     ("Llama-3.1-8B", 8192): (4, 4),
     ("Llama-3.1-70B", 8192): (64, 64),
     ("Llama-3.2-1B", 8192): (1, 2),
@@ -89,13 +99,17 @@ def test_the_sizes_that_were_promised_are_there() -> None:
     assert sizes == {
         "qwen2": {"0point5b", "1point5b", "7b", "72b"},
         "qwen25": qwen25 | {f"{size}_32k" for size in qwen25},
+        "qwen3": {"0point6b", "1point7b", "4b", "8b", "14b", "32b"}
+        | {"0point6b_32k", "1point7b_32k", "4b_32k", "14b_32k", "32b_32k"},
+        "glm4": {"9b", "9b_32k", "32b"},
         "llama2": {"7b", "13b", "70b"},
         "llama3": {"8b", "70b"},
         "llama31": {"8b", "70b"},
         "llama32": {"1b", "3b"},
         "llama33": {"70b"},
     }
-    assert {(r.suffix, r.seq_length) for r in RECIPES if r.model == "qwen25"} == {("", 4096), ("_32k", 32768)}
+    for model, short in (("qwen25", 4096), ("qwen3", 4096), ("glm4", 8192)):
+        assert {(r.suffix, r.seq_length) for r in RECIPES if r.model == model} == {("", short), ("_32k", 32768)}
 
 
 def test_they_are_what_the_table_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,18 +167,20 @@ def assert_layers_are_held_once(cfg: RunConfig) -> None:
 
 def assert_architecture(cfg: RunConfig, recipe: Recipe) -> None:
     """As transformers reads the published configuration (tests/unit/models/test_published.py proves that one)."""
-    theirs = AutoConfig.from_pretrained(packaged_configs()[recipe.config], trust_remote_code=False)
+    theirs, whole = shallow(recipe.config).config, hf_config(recipe.config)
     t, m = cfg.transformer, cfg.model
     assert m.hf_config == recipe.config
-    assert (t.num_layers, t.hidden_size, t.ffn_hidden_size, t.num_attention_heads, t.num_query_groups) == (
-        theirs.num_hidden_layers,
+    assert t.num_layers == (whole.get("num_hidden_layers") or whole["num_layers"])
+    assert (t.hidden_size, t.ffn_hidden_size, t.num_attention_heads, t.num_query_groups) == (
         theirs.hidden_size,
         theirs.intermediate_size,
         theirs.num_attention_heads,
         theirs.num_key_value_heads,
     )
-    assert t.kv_channels == theirs.hidden_size // theirs.num_attention_heads
-    assert (t.layernorm_epsilon, m.rotary_base) == (theirs.rms_norm_eps, theirs.rope_parameters["rope_theta"])
+    assert t.kv_channels == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    rope = theirs.rope_parameters
+    assert (t.layernorm_epsilon, m.rotary_base) == (theirs.rms_norm_eps, rope["rope_theta"])
+    assert m.rotary_percent == rope.get("partial_rotary_factor", 1.0)
     assert (m.vocab_size, m.padded_vocab_size) == (theirs.vocab_size, theirs.vocab_size), "no row is made up"
     assert m.untie_embeddings_and_output_weights is not theirs.tie_word_embeddings
     assert (t.hidden_dropout, t.attention_dropout) == (0.0, theirs.attention_dropout)
@@ -244,3 +260,41 @@ def test_data_recipes_are_read_by_preprocess_data(project: Path, model: str) -> 
     arguments = preprocess.parse(call.flags)
     assert (arguments.input, arguments.output_prefix) == ([str(TEXT)] * 2, f"dataset/{model}")
     assert arguments.append_eod
+
+
+@pytest.mark.parametrize("recipe", CONVERTED, ids=lambda recipe: f"{recipe.model}_{recipe.size}")
+def test_conversions_cut_a_model_as_its_pretraining_does(project: Path, recipe: Recipe) -> None:
+    script = f"{recipe.model}/convert_{recipe.model}_{recipe.size}"
+    given = {"LOAD_DIR": str(MODEL), "SAVE_DIR": "some where"}
+    call = record(project, f"{script}_hf2mcore", **given, SAVE_FORMAT="legacy")
+    assert (call.status, call.program) == (0, "python"), call.err
+    there = convert.settings_of(convert.parse(call.flags))
+    assert (there.load_kind, there.save_kind, there.save_format) == ("hf", "mg", "legacy")
+    assert (there.load, there.save) == (MODEL, Path("some where"))
+    target = there.target or Target()
+    check_target(target, described_model(hf_config(recipe.config), None, MODEL)[1])
+    assert (target.tp, target.pp, target.layers_per_virtual_stage) == (recipe.tp, recipe.pp, recipe.layers_per_stage)
+    stages = target.layer_list
+    assert (stages and (stages[0], stages[-1])) == recipe.ends
+
+    call = record(project, f"{script}_mcore2hf", **given, HF_CFG_DIR="a folder")
+    assert (call.status, call.program) == (0, "python"), call.err
+    back = convert.settings_of(convert.parse(call.flags))
+    assert (back.load_kind, back.save_kind, back.target) == ("mg", "hf", None)
+    assert (back.load, back.save, back.hf_config) == (MODEL, Path("some where"), Path("a folder"))
+
+
+def test_conversions_check_paths_and_plan_only(project: Path) -> None:
+    script = "qwen3/convert_qwen3_8b"
+    for way in ("hf2mcore", "mcore2hf"):
+        missing = record(project, f"{script}_{way}", LOAD_DIR="nowhere")
+        assert (missing.status, missing.program) == (2, "")
+        assert [line.split()[1] for line in missing.err.splitlines()] == ["LOAD_DIR:", "SAVE_DIR"]
+        given = {"LOAD_DIR": str(MODEL), "SAVE_DIR": "some where"}
+        planned = record(project, f"{script}_{way}", **given, VALIDATE_ONLY="1", STATUS="2")
+        assert planned.status == 2
+        assert convert.parse(planned.flags).dry_run
+        more = record(project, f"{script}_{way}", "--num-layers", "2", **given)
+        assert (more.status, convert.parse(more.flags).num_layers) == (0, 2)
+    there = convert.settings_of(convert.parse(record(project, f"{script}_hf2mcore", **given).flags))
+    assert (there.save_format, there.target) == ("torch_dist", None), "files without a layout need none"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -10,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.examples.recorded import project_of
 
@@ -50,11 +53,50 @@ def test_raw_text_and_tensor_parallel_ranks(tmp_path: Path) -> None:
     check_losses(project, "llama31/pretrain_llama31_8b", run(project, "llama31/pretrain_llama31_8b", TINY="1"))
 
 
+def check_there_and_back(project: Path, script: str, family: str) -> None:
+    """Convert to per-rank files of two by two ranks and back: the same weights, settings and tokenizer."""
+    out = run(project, f"{script}_hf2mcore", TINY="1", SAVE_FORMAT="legacy")
+    assert (project / "logs" / f"{Path(script).name}_hf2mcore.log").read_text() == out
+    tiny = project / "out" / "tiny"
+    trees = (tiny / f"{Path(script).name}_hf2mcore").rglob("mp_rank_*")
+    assert len(list(trees)) == 4
+    run(project, f"{script}_mcore2hf", TINY="1")
+    before, after = tiny / "models" / family, tiny / f"{Path(script).name}_mcore2hf"
+    weights, found = (load_file(folder / "model.safetensors") for folder in (before, after))
+    assert weights.keys() == found.keys()
+    assert all(torch.equal(weights[name], found[name]) for name in weights)
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (before, after)]
+    assert configs[0] == {key: value for key, value in configs[1].items() if key in configs[0]}
+    assert (before / "tokenizer.json").read_bytes() == (after / "tokenizer.json").read_bytes()
+
+
+def test_a_model_is_converted_and_back(tmp_path: Path) -> None:
+    check_there_and_back(project_of(tmp_path), "glm4/convert_glm4_32b", "glm4")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "family"),
+    [
+        ("glm4/convert_glm4_9b", "glm"),
+        ("llama32/convert_llama32_1b", "llama"),
+        ("qwen25/convert_qwen25_72b", "qwen2"),
+        ("qwen3/convert_qwen3_8b", "qwen3"),
+    ],
+)
+def test_models_of_the_other_families_are_converted_and_back(tmp_path: Path, script: str, family: str) -> None:
+    check_there_and_back(project_of(tmp_path), script, family)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe",
     [
         "qwen2/pretrain_qwen2_0point5b",
+        "qwen3/pretrain_qwen3_32b",
+        "glm4/pretrain_glm4_9b",
+        "glm4/pretrain_glm4_9b_32k",
+        "glm4/pretrain_glm4_32b",
         "qwen25/pretrain_qwen25_72b_32k",
         "llama2/pretrain_llama2_7b",
         "llama3/pretrain_llama3_70b",
