@@ -146,6 +146,19 @@ def activation(key: str = "hidden_act", **spellings: str) -> Derived:
     return Derived(key, to_values=to_values, to_hf=to_hf)
 
 
+def divisor(key: str, ours: str, *, default: float = 1.0) -> Derived:
+    """Rule for a factor of ours that config.json gives as what is divided by; ``default`` is what an absent key
+    means."""
+
+    def to_values(hf_config: Values) -> dict[str, Any]:
+        given = hf_config.get(key)
+        if given == 0:
+            raise ConversionError(f"config.json: {key} divides", got=given, allowed="anything but 0")
+        return {ours: 1 / (default if given is None else given)}
+
+    return Derived(key, to_values=to_values, to_hf=lambda values: {key: 1 / values[ours]})
+
+
 def ties(*, default: bool) -> Derived:
     """Rule for embedding and output layer as one matrix; ``default`` is what an absent key means."""
 
