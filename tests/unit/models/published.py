@@ -27,6 +27,7 @@ class Facts(NamedTuple):
         theta: base of the rotary positions; None without them.
         positions: longest sequence that the configuration names.
         factor: of a stretched context.
+        window: tokens that a layer with a window sees, itself among them; None where no layer has one.
         index: tensors that the published index file lists, and their bytes, where those are known.
 
     Where they stand: litgpt 0.5.13's table (Llama, CodeLlama, Gemma, Mistral, OLMo 2, Phi, Qwen2.5, Qwen3, SmolLM2),
@@ -41,6 +42,7 @@ class Facts(NamedTuple):
     theta: float | None
     positions: int
     factor: float | None = None
+    window: int | None = None
     index: tuple[int, int] | None = None
 
 
@@ -67,11 +69,11 @@ PUBLISHED = {
     "GPT-2-xl": Facts(1_557_611_200, 1e-5, None, 1024),
     "Gemma-2B": Facts(2_506_172_416, 1e-6, 1e4, 8192, index=(164, 5_012_344_832)),
     "Gemma-7B": Facts(8_537_680_896, 1e-6, 1e4, 8192),
-    "Gemma-2-2B": Facts(2_614_341_888, 1e-6, 1e4, 8192),
-    "Gemma-2-9B": Facts(9_241_705_984, 1e-6, 1e4, 8192),
-    "Gemma-2-27B": Facts(27_227_128_320, 1e-6, 1e4, 8192),
-    "Gemma-3-270M": Facts(268_098_176, 1e-6, 1e6, 32768),
-    "Gemma-3-1B": Facts(999_885_952, 1e-6, 1e6, 32768),
+    "Gemma-2-2B": Facts(2_614_341_888, 1e-6, 1e4, 8192, window=4096),
+    "Gemma-2-9B": Facts(9_241_705_984, 1e-6, 1e4, 8192, window=4096),
+    "Gemma-2-27B": Facts(27_227_128_320, 1e-6, 1e4, 8192, window=4096),
+    "Gemma-3-270M": Facts(268_098_176, 1e-6, 1e6, 32768, window=512),
+    "Gemma-3-1B": Facts(999_885_952, 1e-6, 1e6, 32768, window=512),
     "InternLM2-1.8B": Facts(1_889_110_016, 1e-5, 1e6, 32768, 2),
     "InternLM2-7B": Facts(7_737_708_544, 1e-5, 1e6, 32768, 2),
     "InternLM2-Chat-20B": Facts(19_861_149_696, 1e-5, 1e6, 32768, 3),
@@ -93,15 +95,15 @@ PUBLISHED = {
     "Llama-3.2-3B": Facts(3_212_749_824, 1e-5, 5e5, _LONG, 32),
     "Llama-3.3-70B": Facts(70_553_706_496, 1e-5, 5e5, _LONG, 8),
     "MiniCPM-2B": Facts(2_724_880_896, 1e-5, 1e4, 4096),
-    "Mistral-7B-v0.1": Facts(7_241_732_096, 1e-5, 1e4, 32768),
+    "Mistral-7B-v0.1": Facts(7_241_732_096, 1e-5, 1e4, 32768, window=4096),
     "Mistral-7B-v0.3": Facts(7_248_023_552, 1e-5, 1e6, 32768),
     "OLMo-2-7B": Facts(7_298_617_344, 1e-6, 5e5, 4096),
     "OLMo-2-13B": Facts(13_716_198_400, 1e-6, 5e5, 4096),
     "OLMo-2-32B": Facts(32_234_279_936, 1e-6, 5e5, 4096),
-    "Phi-3-mini-4k": Facts(3_821_079_552, 1e-5, 1e4, 4096, index=(195, 7_642_159_104)),
-    "Phi-3.5-mini": Facts(3_821_079_552, 1e-5, 1e4, _LONG, 32),
+    "Phi-3-mini-4k": Facts(3_821_079_552, 1e-5, 1e4, 4096, window=2047, index=(195, 7_642_159_104)),
+    "Phi-3.5-mini": Facts(3_821_079_552, 1e-5, 1e4, _LONG, 32, window=262144),
     "Phi-4": Facts(14_659_507_200, 1e-5, 250000, 16384),
-    "Phi-4-mini": Facts(3_836_021_760, 1e-5, 1e4, _LONG, 32),
+    "Phi-4-mini": Facts(3_836_021_760, 1e-5, 1e4, _LONG, 32, window=262144),
     "Qwen1.5-0.5B": Facts(463_987_712, 1e-6, 1e6, 32768),
     "Qwen1.5-1.8B": Facts(1_836_828_672, 1e-6, 1e6, 32768),
     "Qwen1.5-7B": Facts(7_721_324_544, 1e-6, 1e6, 32768),
