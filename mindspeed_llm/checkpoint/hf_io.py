@@ -96,6 +96,7 @@ class _SafetensorsSource:
         from safetensors import SafetensorError, safe_open
 
         self.tensors: dict[str, TensorInfo] = {}
+        self.files: dict[str, Path] = {}
         self._slices: dict[str, Any] = {}
         for path in paths:
             try:
@@ -111,6 +112,7 @@ class _SafetensorsSource:
                     raise CheckpointError(f"{path}: unknown dtype of {name}", got=part.get_dtype())
                 self.tensors[name] = TensorInfo(tuple(part.get_shape()), _DTYPES[part.get_dtype()])
             self._slices.update(slices)
+            self.files.update(dict.fromkeys(slices, path))
 
     def read(self, name: str, rows: tuple[int, int] | None = None, columns: tuple[int, int] | None = None) -> Tensor:
         return _cut(self._slices[name], len(self.tensors[name].shape), rows, columns)
@@ -118,7 +120,12 @@ class _SafetensorsSource:
 
 class _PickledSource:
     def __init__(self, paths: Sequence[Path]) -> None:
-        self._loaded = {name: tensor for path in paths for name, tensor in read_tensors(path).items()}
+        self._loaded: dict[str, Tensor] = {}
+        self.files: dict[str, Path] = {}
+        for path in paths:
+            tensors = read_tensors(path)
+            self._loaded.update(tensors)
+            self.files.update(dict.fromkeys(tensors, path))
         self.tensors = {name: TensorInfo(tuple(t.shape), t.dtype) for name, t in self._loaded.items()}
 
     def read(self, name: str, rows: tuple[int, int] | None = None, columns: tuple[int, int] | None = None) -> Tensor:
@@ -188,14 +195,14 @@ def open_tensors(folder: str | os.PathLike[str], stack: ExitStack) -> TensorSour
     root = Path(folder)
     if (root / SAFE_INDEX).is_file():
         files = indexed_files(root, SAFE_INDEX)
-        source: TensorSource = _SafetensorsSource(sorted(set(files.values())), stack)
-        _same_names(root / SAFE_INDEX, files, source.tensors)
+        source: _SafetensorsSource | _PickledSource = _SafetensorsSource(sorted(set(files.values())), stack)
+        _same_names(root / SAFE_INDEX, files, source.files)
     elif (root / SAFE_SINGLE).is_file():
         source = _SafetensorsSource([root / SAFE_SINGLE], stack)
     elif (root / BIN_INDEX).is_file():
         files = indexed_files(root, BIN_INDEX)
         source = _PickledSource(sorted(set(files.values())))
-        _same_names(root / BIN_INDEX, files, source.tensors)
+        _same_names(root / BIN_INDEX, files, source.files)
     elif (root / BIN_SINGLE).is_file():
         source = _PickledSource([root / BIN_SINGLE])
     else:
@@ -225,12 +232,15 @@ def indexed_files(root: Path, index_name: str) -> dict[str, Path]:
     return files
 
 
-def _same_names(index: Path, named: Iterable[str], stored: Iterable[str]) -> None:
-    named, stored = set(named), set(stored)
+def _same_names(index: Path, named: Mapping[str, Path], stored: Mapping[str, Path]) -> None:
+    both = named.keys() & stored.keys()
+    differs = {
+        "named, but in no shard": named.keys() - both,
+        "in a shard, but not named": stored.keys() - both,
+        "in another shard than named": {name for name in both if named[name] != stored[name]},
+    }
     problems = [
-        f"{label}: {', '.join(sorted(names)[:5])} ({len(names)} in all)"
-        for label, names in (("named, but in no shard", named - stored), ("in a shard, but not named", stored - named))
-        if names
+        f"{label}: {', '.join(sorted(names)[:5])} ({len(names)} in all)" for label, names in differs.items() if names
     ]
     if problems:
         raise CheckpointError(f"{index} does not fit its shards", got="; ".join(problems), fix="download them again")
@@ -397,7 +407,8 @@ EXPORT_MARK = ".mindspeed_llm_export"
 
 
 def staging_folder(out_dir: Path) -> Path:
-    """Where an export is put together: beside its place, so that one rename makes it visible."""
+    """Where an export is put together: beside its place, so that one rename makes it visible. Links are followed."""
+    out_dir = out_dir.resolve()
     return out_dir.parent / f".{out_dir.name}.incomplete"
 
 
@@ -444,7 +455,7 @@ def open_staging(out_dir: Path) -> Path:
 
 def publish(out_dir: Path) -> None:
     """Makes the staged export visible in one rename. An earlier export stays until then, intermediate ones for good."""
-    staging = staging_folder(out_dir)
+    out_dir, staging = out_dir.resolve(), staging_folder(out_dir)
     write_json(staging / EXPORT_MARK, {"format": 1})
     sync_path(staging)
     retired = out_dir.parent / f".{out_dir.name}.replaced"

@@ -112,13 +112,15 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--save-dir", type=Path, required=True, metavar="DIR", help="folder to write: new, empty, or of a conversion"
     )
-    group.add_argument("--ckpt-step", type=int, metavar="N", help="read the save of this iteration, not the newest")
+    group.add_argument(
+        "--ckpt-step", type=_at_least_one, metavar="N", help="read the save of this iteration, not the newest"
+    )
     group.add_argument("--model-type-hf", metavar="FAMILY", help="model family (default: that of config.json)")
     group.add_argument(
         "--hf-cfg-dir",
         type=Path,
         metavar="DIR",
-        help="Hugging Face folder whose config.json describes the checkpoint, and whose tokenizer is copied",
+        help="Hugging Face folder whose tokenizer is copied; its config.json describes a megatron-core checkpoint",
     )
     group.add_argument("--num-layers", type=_at_least_one, metavar="N", help="take only the first N layers")
     group = parser.add_argument_group("layout of a megatron-core checkpoint")
@@ -181,6 +183,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments.save_format = arguments.save_format or spelled
     if arguments.save_model_type == "hf" and arguments.save_format is not None:
         raise ConfigError("--save-format is about --save-model-type mg", got=arguments.save_format)
+    if arguments.load_model_type == "hf" and arguments.ckpt_step is not None:
+        raise ConfigError("--ckpt-step is about --load-model-type mg", got=arguments.ckpt_step)
     return arguments
 
 
@@ -225,9 +229,8 @@ def run(arguments: argparse.Namespace) -> None:
     from mindspeed_llm.checkpoint.convert.conversion import plan
     from mindspeed_llm.checkpoint.convert.execution import check_destination, execute
 
-    for flag, (_, reason) in NO_EFFECT.items():
-        if getattr(arguments, flag[2:].replace("-", "_")) not in (None, False):
-            sys.stderr.write(f"{flag} has no effect here: {reason}\n")
+    for flag, reason in _without_effect(arguments):
+        sys.stderr.write(f"{flag} has no effect here: {reason}\n")
     settings = settings_of(arguments)
     check_destination(settings)
     with ExitStack() as stack:
@@ -240,6 +243,17 @@ def run(arguments: argparse.Namespace) -> None:
         with _progress(planned.nbytes) as progress:
             execute(planned, progress)
     sys.stdout.write(f"{settings.save}: {len(planned.tensors)} tensors of {planned.family.name}\n")
+
+
+def _without_effect(arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """Flags that are given and change nothing, and why."""
+    for flag, (_, reason) in NO_EFFECT.items():
+        if getattr(arguments, flag[2:].replace("-", "_")) not in (None, False):
+            yield flag, reason
+    if arguments.transformer_impl != "local" and arguments.save_format != "legacy":
+        yield "--transformer-impl", "only what --save-format legacy writes depends on it; what is read is recognised"
+    if arguments.make_vocab_size_divisible_by != 1 and arguments.save_model_type == "hf":
+        yield "--make-vocab-size-divisible-by", "a Hugging Face folder has the vocabulary without padding"
 
 
 def _show(planned: Plan) -> None:

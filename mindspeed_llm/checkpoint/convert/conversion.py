@@ -180,6 +180,8 @@ def _read_hf(settings: Settings, stack: ExitStack) -> _Given:
         family, values = described_model(hf_config, settings.family, folder)
         notices.append(f"only the first {keep} of {layers} layers are taken (--num-layers)")
     words = settings.hf_config or folder
+    if not words.is_dir():
+        raise CheckpointError("--hf-cfg-dir is not a folder", got=words)
     return _Given(
         family,
         values,
@@ -193,6 +195,8 @@ def _read_megatron(settings: Settings) -> _Given:
     """A megatron-core checkpoint, proved against the model that it records or that a config.json describes."""
     folder, opened = open_megatron(settings.load, settings.step)
     notices = ["weights alone are converted: no optimizer state, no counters"]
+    if settings.save_kind == "hf" and settings.target is not None and opened.target is None:
+        notices.append("torch_dist files have no layout: the flags of one have no effect")
     given = hf_io.read_config(settings.hf_config) if settings.hf_config is not None else None
     family, values = recorded_model(opened.values, given, settings.family, folder)
     _check_flags(settings, folder, opened.target, values)

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
@@ -30,7 +30,8 @@ from mindspeed_llm.checkpoint.durable import sync_file
 from mindspeed_llm.checkpoint.hf_io import TensorInfo
 from mindspeed_llm.errors import CheckpointError
 
-_ALIGNMENT = 64
+ALIGNMENT = 64
+"""Bytes, at a multiple of which records begin."""
 _LOCAL_HEADER, _ZIP64_EXTRA, _EXTRA_HEADER = 30, 20, 4
 _STORAGES: Mapping[torch.dtype, Any] = {
     torch.float64: torch.DoubleStorage,
@@ -88,24 +89,40 @@ class _Pickler(pickle.Pickler):
         return None
 
 
+class _Rest:
+    """What is written to a file from now on, as a file."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._begin = file, file.tell()
+        self.name, self.write, self.flush, self.close = file.name, file.write, file.flush, file.close
+
+    def tell(self) -> int:
+        return self._file.tell() - self._begin
+
+    def seek(self, offset: int) -> int:
+        return self._file.seek(offset + self._begin) - self._begin
+
+
 class TensorArchive:
     """One file. Records stand in the order in which tensors come.
 
     Args:
         path: of the file.
         content: what ``torch.load`` will give, with :class:`Later` in place of tensors.
+        within: the open file itself, where it holds more: this one begins at its end, and others wait for the disk.
 
     Raises:
         OSError: the disk does not take it.
     """
 
-    def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, content: object, within: BinaryIO | None = None) -> None:
         buffer = io.BytesIO()
         pickler = _Pickler(buffer)
         pickler.dump(content)
         self._root = path.stem
         self._todo = dict(pickler.keys)
-        self._file = path.open("wb")
+        self._alone = within is None
+        self._file: BinaryIO = path.open("wb") if within is None else cast("BinaryIO", _Rest(within))
         self._zip = zipfile.ZipFile(self._file, "w")
         self._entry: IO[bytes] | None = None
         self._current: Later | None = None
@@ -139,7 +156,7 @@ class TensorArchive:
             self._entry = self._current = None
 
     def finish(self) -> None:
-        """Completes the file and brings it to disk.
+        """Completes the file and brings it to disk, if it is alone in it.
 
         Raises:
             CheckpointError: tensors are missing.
@@ -150,8 +167,9 @@ class TensorArchive:
         # The version of the format.
         self._put("version", b"3\n")
         self._zip.close()
-        sync_file(self._file)
-        self._file.close()
+        if self._alone:
+            sync_file(self._file)
+            self._file.close()
 
     def abandon(self) -> None:
         """Closes the file, whatever the disk says."""
@@ -171,6 +189,6 @@ class TensorArchive:
         # zipfile's own measure.
         large = size * 1.05 > zipfile.ZIP64_LIMIT
         header = _LOCAL_HEADER + len(entry.filename) + _EXTRA_HEADER + large * _ZIP64_EXTRA
-        filler = -(self._file.tell() + header) % _ALIGNMENT
+        filler = -(self._file.tell() + header) % ALIGNMENT
         entry.extra = b"FB" + filler.to_bytes(2, "little") + b"Z" * filler
         return self._zip.open(entry, "w", force_zip64=large)

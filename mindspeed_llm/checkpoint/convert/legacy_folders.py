@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from mindspeed_llm.checkpoint.folders import TRACKER, iteration_folder
+from mindspeed_llm.checkpoint.folders import TRACKER, iteration_folder, named_iteration
 from mindspeed_llm.errors import CheckpointError
 
 FILE = "model_optim_rng.pt"
@@ -43,9 +43,10 @@ def find_tree(folder: Path, step: int | None = None) -> Path | None:
         if not (folder / TRACKER).is_file():
             return _no_save(saves, f"{folder} has no {TRACKER} that says which save to take")
         text = (folder / TRACKER).read_text(errors="replace").strip()
-    if not text.isdecimal() and text != "release":
+    iteration = named_iteration(text)
+    if iteration is None and text != "release":
         return _no_save(saves, f"the tracker {folder / TRACKER} does not name a save: {text[:80]!r}")
-    save = folder / "release" if text == "release" else iteration_folder(folder, int(text))
+    save = folder / "release" if iteration is None else iteration_folder(folder, iteration)
     return saves.get(save.name) if save.is_dir() else _no_save(saves, f"there is no {save}")
 
 

@@ -66,6 +66,8 @@ def origin_of(folder: Path) -> tuple[dict[str, Any] | None, str | None] | None:
         record = Record(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read", got=error) from error
+    if not isinstance(record.hf_config, dict | None) or not isinstance(record.words, str | None):
+        raise CheckpointError(f"{path} is not what a conversion writes", got=(record.hf_config, record.words))
     return record.hf_config, record.words
 
 

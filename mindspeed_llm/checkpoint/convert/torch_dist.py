@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import json
+import mmap
 import pickle
 import re
 import struct
@@ -36,6 +37,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from mindspeed_llm.checkpoint.convert.legacy_archive import ALIGNMENT, Later, TensorArchive
 from mindspeed_llm.checkpoint.convert.legacy_spelling import local_name
 from mindspeed_llm.checkpoint.convert.streams import Target
 from mindspeed_llm.checkpoint.durable import sync_file
@@ -49,7 +51,6 @@ _LAYERS = "decoder.layers."
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _LINEAR = re.compile(r"(.*\.linear_\w+)\.weight")
 _FILE_BYTES = 2**30
-_PROOF_BYTES = 2**24
 
 
 # Reading ------------------------------------------------------------------------------------------------------------
@@ -74,22 +75,27 @@ class TorchDistSource:
             raise CheckpointError(f"{folder} is not whole", got="; ".join(problems[:3]) + more)
         self._save = Save(folder)
         self._elements: dict[Piece, tuple[str, int] | None] = {}
+        self._maps: dict[str, mmap.mmap] = {}
         # What a pickle may name is a setting of the whole process.
         self._unpickling = threading.Lock()
-        self._stacks: dict[str, tuple[StoredTensor, int | None]] = {}
+        self._stacks: dict[str, tuple[StoredTensor, int | None, list[Piece]]] = {}
         self.tensors: dict[str, TensorInfo] = {}
         for stored in self._save.tensors.values():
             if stored.group == "weights":
                 self._add(stored)
 
     def _add(self, stored: StoredTensor) -> None:
-        layers: list[int | None] = [None]
+        held: dict[int | None, list[Piece]] = {None: list(stored.pieces)}
         if stored.name.startswith(_LAYERS) and not _LAYER.fullmatch(stored.name):
-            layers = list(range(stored.shape[0]))
-        for layer in layers:
+            held = {layer: [] for layer in range(stored.shape[0])}
+            for piece in stored.pieces:
+                first, count = piece.box[0][0], piece.box[1][0]
+                for layer in range(first, first + count):
+                    held[layer].append(piece)
+        for layer, pieces in held.items():
             name = stored.name if layer is None else f"{_LAYERS}{layer}.{stored.name.removeprefix(_LAYERS)}"
             name = local_name(name) or name
-            self._stacks[name] = (stored, layer)
+            self._stacks[name] = (stored, layer, pieces)
             shape = stored.shape if layer is None else stored.shape[1:]
             self.tensors[name] = TensorInfo(shape, stored.dtype)
 
@@ -105,7 +111,7 @@ class TorchDistSource:
         Raises:
             CheckpointError: a piece is damaged.
         """
-        stored, layer = self._stacks[name]
+        stored, layer, pieces = self._stacks[name]
         shape = self.tensors[name].shape
         given = (rows, columns)[: len(shape)]
         ranges = [part or (0, size) for part, size in zip(given, shape, strict=False)]
@@ -113,7 +119,7 @@ class TorchDistSource:
         if layer is not None:
             ranges.insert(0, (layer, layer + 1))
         box = tuple(start for start, _ in ranges), tuple(stop - start for start, stop in ranges)
-        touching = [(piece, shared) for piece in stored.pieces if (shared := intersection(piece.box, box)) is not None]
+        touching = [(piece, shared) for piece in pieces if (shared := intersection(piece.box, box)) is not None]
         if len(touching) == 1 and touching[0][1] == box:
             return self._read_box(stored, touching[0][0], box).reshape(box[1][-len(shape) :] if shape else ())
         whole = torch.empty(box[1], dtype=stored.dtype)
@@ -134,11 +140,8 @@ class TorchDistSource:
         strides = _strides(piece.box[1])
         first = sum((i - j) * stride for i, j, stride in zip(box[0][: axis + 1], piece.box[0], strides, strict=False))
         count = box[1][axis] * strides[axis]
-        read = torch.empty(count, dtype=stored.dtype)
         file_name, start = begin
-        with (self._save.folder / file_name).open("rb", buffering=0) as file:
-            file.seek(start + first * stored.dtype.itemsize)
-            _fill(file, read)
+        read = _mapped(self._maps[file_name], start + first * stored.dtype.itemsize, count, stored.dtype)
         read = read.view(*(1,) * axis, box[1][axis], *piece.box[1][axis + 1 :])
         inner = zip(box[0][axis + 1 :], box[1][axis + 1 :], piece.box[0][axis + 1 :], strict=True)
         return read[(slice(None),) * (axis + 1) + tuple(slice(i - j, i - j + n) for i, n, j in inner)]
@@ -147,8 +150,27 @@ class TorchDistSource:
         """The file of a piece and where its elements begin, proved by their checksum; None where they are not plain."""
         with self._unpickling:
             if piece not in self._elements:
-                self._elements[piece] = _locate(self._save.folder, stored, piece)
+                self._elements[piece] = self._locate(stored, piece)
             return self._elements[piece]
+
+    def _locate(self, stored: StoredTensor, piece: Piece) -> tuple[str, int] | None:
+        place = piece.place
+        if place is None or not stored.numel:
+            return None
+        what = f"{place.file}: {stored.name} at {piece.box[0]}"
+        with (self._save.folder / place.file).open("rb") as file:
+            if place.file not in self._maps:
+                # Nothing is written to it; torch warns of memory that it could not write to.
+                self._maps[place.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            view = io.BufferedReader(_Window(file, place.start, place.length))
+            found = _located(view, stored, piece, what)
+        if found is None:
+            return None
+        begin, entry = place.start + found[0], found[1]
+        with memoryview(self._maps[place.file]) as content:
+            if zlib.crc32(content[begin : begin + entry.file_size]) != entry.CRC:
+                raise CheckpointError(f"{what} is damaged", got="the checksum does not fit")
+        return place.file, begin
 
 
 def _strides(sizes: tuple[int, ...]) -> list[int]:
@@ -158,40 +180,29 @@ def _strides(sizes: tuple[int, ...]) -> list[int]:
     return strides
 
 
-def _fill(file: Any, tensor: Tensor) -> None:
-    view = tensor.view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
-    while view:
-        count = file.readinto(view)
-        if not count:
-            raise CheckpointError(f"{file.name} ends too early")
-        view = view[count:]
+def _mapped(mapped: mmap.mmap, begin: int, count: int, dtype: torch.dtype) -> Tensor:
+    """``count`` elements from byte ``begin`` on, without a copy where they are aligned."""
+    if begin % dtype.itemsize == 0:
+        return torch.frombuffer(mapped, dtype=dtype, count=count, offset=begin)
+    return torch.frombuffer(mapped, dtype=torch.uint8, count=count * dtype.itemsize, offset=begin).clone().view(dtype)
 
 
-def _locate(folder: Path, stored: StoredTensor, piece: Piece) -> tuple[str, int] | None:
-    place = piece.place
-    if place is None or not stored.numel:
+def _located(view: BinaryIO, stored: StoredTensor, piece: Piece, what: str) -> tuple[int, zipfile.ZipInfo] | None:
+    """Where in a piece's own file its elements begin, and the record that they are; None where they are not plain."""
+    with torch.serialization.skip_data():
+        seen = read_object(view, what)
+    if not isinstance(seen, Tensor) or (tuple(seen.shape), seen.dtype) != (piece.box[1], stored.dtype):
+        raise CheckpointError(f"{what} is not what .metadata says", allowed=(piece.box[1], stored.dtype))
+    try:
+        entries = [entry for entry in zipfile.ZipFile(view).infolist() if re.search(r"(^|/)data/\d+$", entry.filename)]
+    except (zipfile.BadZipFile, OSError, ValueError) as error:
+        raise CheckpointError(f"{what} is damaged", got=error) from error
+    nbytes = seen.numel() * seen.dtype.itemsize
+    plain = len(entries) == 1 and entries[0].compress_type == zipfile.ZIP_STORED and entries[0].file_size == nbytes
+    if not plain or seen.storage_offset() or not seen.is_contiguous():
         return None
-    what = f"{place.file}: {stored.name} at {piece.box[0]}"
-    with (folder / place.file).open("rb") as file:
-        view = io.BufferedReader(_Window(file, place.start, place.length))
-        with torch.serialization.skip_data():
-            seen = read_object(view, what)
-        if not isinstance(seen, Tensor) or (tuple(seen.shape), seen.dtype) != (piece.box[1], stored.dtype):
-            raise CheckpointError(f"{what} is not what .metadata says", allowed=(piece.box[1], stored.dtype))
-        try:
-            entries = [
-                entry for entry in zipfile.ZipFile(view).infolist() if re.search(r"(^|/)data/\d+$", entry.filename)
-            ]
-        except (zipfile.BadZipFile, OSError, ValueError) as error:
-            raise CheckpointError(f"{what} is damaged", got=error) from error
-        nbytes = seen.numel() * seen.dtype.itemsize
-        plain = len(entries) == 1 and entries[0].compress_type == zipfile.ZIP_STORED and entries[0].file_size == nbytes
-        if not plain or seen.storage_offset() or not seen.is_contiguous():
-            return None
-        view.seek(entries[0].header_offset + 26)
-        begin = entries[0].header_offset + 30 + sum(struct.unpack("<HH", view.read(4)))
-        _prove(view, begin, entries[0], what)
-        return place.file, place.start + begin
+    view.seek(entries[0].header_offset + 26)
+    return entries[0].header_offset + 30 + sum(struct.unpack("<HH", view.read(4))), entries[0]
 
 
 class _Window(io.RawIOBase):
@@ -217,18 +228,6 @@ class _Window(io.RawIOBase):
         buffer[: len(content)] = content
         self._at += len(content)
         return len(content)
-
-
-def _prove(view: BinaryIO, begin: int, entry: zipfile.ZipInfo, what: str) -> None:
-    view.seek(begin)
-    buffer, checksum, left = memoryview(bytearray(_PROOF_BYTES)), 0, entry.file_size
-    while left:
-        count = view.readinto(buffer[: min(left, _PROOF_BYTES)])  # pyright: ignore[reportAttributeAccessIssue]
-        if not count:
-            raise CheckpointError(f"{what} is damaged", got="it ends too early")
-        checksum, left = zlib.crc32(buffer[:count], checksum), left - count
-    if checksum != entry.CRC:
-        raise CheckpointError(f"{what} is damaged", got="the checksum does not fit")
 
 
 # Writing ------------------------------------------------------------------------------------------------------------
@@ -276,10 +275,7 @@ class TorchDistSink:
             )
         stored = self._plan[name]
         offsets = torch.Size((*stored.lead, start, *(0 for _ in info.shape[1:])))
-        tensor = tensor.detach().to(device="cpu", dtype=info.dtype)
-        tensor = tensor.reshape((*(1 for _ in stored.lead), *tensor.shape)).contiguous()
-        if tensor.untyped_storage().nbytes() != tensor.nbytes:
-            tensor = tensor.clone()
+        tensor = tensor.to(info.dtype).reshape((*(1 for _ in stored.lead), *tensor.shape))
         self._append(MetadataIndex(stored.key, offsets), tensor)
         self._pieces.setdefault(stored.key, []).append(ChunkStorageMetadata(offsets, tensor.shape))
         self._row += tensor.shape[len(stored.lead)]
@@ -290,8 +286,20 @@ class TorchDistSink:
         if self._file is None:
             self._file = (self._folder / f"__0_{self._files}.distcp").open("wb")
             self._files += 1
+        # Within itself an archive keeps its tensors at multiples of 64 bytes; now they are in the file, too.
+        self._file.write(bytes(-self._file.tell() % ALIGNMENT))
         begin = self._file.tell()
-        torch.save(content, self._file)
+        if isinstance(content, Tensor):
+            later = Later(TensorInfo(tuple(content.shape), content.dtype))
+            archive = TensorArchive(Path("archive.pt"), later, self._file)
+            try:
+                archive.write(later, content)
+                archive.finish()
+            except OSError:
+                archive.abandon()
+                raise
+        else:
+            torch.save(content, self._file)
         end = self._file.tell()
         self._places[index] = _StorageInfo(Path(self._file.name).name, begin, end - begin)
         if end > _FILE_BYTES:
