@@ -81,7 +81,9 @@ def host_name(s: Surroundings) -> Iterator[Finding]:
         )
     else:
         yield note(
-            what, "no harm on one node; on several, gloo would be told this address", "export GLOO_SOCKET_IFNAME"
+            what,
+            "no harm on one node; on several, gloo would be told this address",
+            "for several nodes: export GLOO_SOCKET_IFNAME=<interface>",
         )
 
 
