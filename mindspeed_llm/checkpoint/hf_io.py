@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Protocol, cast
 import torch
 from torch import Tensor
 
-from mindspeed_llm.checkpoint.durable import sync_file, sync_path
+from mindspeed_llm.checkpoint.durable import begin_sync, sync_file, sync_path
 from mindspeed_llm.checkpoint.trusted import file_beside, read_tensors
 from mindspeed_llm.errors import CheckpointError
 
@@ -324,6 +324,7 @@ class ShardWriter:
             self._open[1].write(self._header(plan))
         flat = tensor.detach().to(device="cpu", dtype=info.dtype).contiguous().reshape(-1)
         self._open[1].write(flat.view(torch.uint8).numpy().data)
+        begin_sync(self._open[1])
         self._row = stop
         if whole or stop == info.shape[0]:
             self._at, self._row = self._at + 1, 0

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch._utils import _rebuild_tensor_v2
 
-from mindspeed_llm.checkpoint.durable import sync_file
+from mindspeed_llm.checkpoint.durable import begin_sync, sync_file
 from mindspeed_llm.checkpoint.hf_io import TensorInfo
 from mindspeed_llm.errors import CheckpointError
 
@@ -95,6 +95,7 @@ class _Rest:
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._begin = file, file.tell()
         self.name, self.write, self.flush, self.close = file.name, file.write, file.flush, file.close
+        self.fileno = file.fileno
 
     def tell(self) -> int:
         return self._file.tell() - self._begin
@@ -150,6 +151,7 @@ class TensorArchive:
         if self._current is not tensor or self._entry is None or not fits:
             raise CheckpointError(f"{self._file.name}: rows out of plan", got=tuple(rows.shape), allowed=tensor.info)
         self._entry.write(data.reshape(-1).view(torch.uint8).numpy().data)
+        begin_sync(self._file)
         self._left -= data.nbytes
         if not self._left:
             self._entry.close()
