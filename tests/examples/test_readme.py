@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import pytest
 
-from mindspeed_llm.cli import preprocess
+from mindspeed_llm.cli import convert, preprocess
 from mindspeed_llm.config.spelled import meanings
 from tests.fixtures import hf_folder
 
@@ -38,6 +38,8 @@ SHELL = ("source", "cd", "mkdir", "export", "cat", "ls", "tail", "grep")
 MODELS = ("MODEL", "DIR", "Qwen2.5-0.5B", "out/first/hf")
 """Folders that the guides speak of: each is the same tiny model here."""
 TEXTS = ("corpus.jsonl", "more/a.jsonl", "corpus/a.jsonl", "data/corpus/a.jsonl")
+TREE = "ckpt/tree"
+"""A checkpoint of per-rank files."""
 SAMPLES = "mindspeed_llm.tools.samples"
 QUICKSTART = "docs/quickstart.md"
 
@@ -98,6 +100,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         source = ["--input", str(folder / "corpus.jsonl"), "--tokenizer-name-or-path", str(folder / "MODEL")]
         made = ["--output-prefix", str(folder / prefix), "--append-eod", "--workers", "1"]
         assert preprocess.main(source + made) == 0
+    tree = ["--save-dir", str(folder / TREE), "--save-format", "legacy", "--target-tensor-parallel-size", "2"]
+    assert convert.main(["--load-dir", str(folder / "MODEL"), *tree]) == 0
     return folder
 
 
@@ -135,6 +139,8 @@ def try_python(words: list[str], place: Path, capsys: pytest.CaptureFixture[str]
     whole = ABRIDGED not in argv and "--merge-shards" not in argv  # shards are there when others have written them
     if whole and program in ("pretrain_gpt.py", "preprocess_data.py"):
         assert status_of(program, [*argv, "--validate-only"]) == 0, capsys.readouterr().err
+    elif whole and program == "convert_ckpt.py" and Path(argv[argv.index("--load-dir") + 1]).is_dir():
+        assert status_of(program, [*argv, "--dry-run"]) == 0, capsys.readouterr().err
     elif whole and program == SAMPLES:
         assert status_of(program, argv) == 0, capsys.readouterr().err
     elif program in ("pretrain_gpt.py", "pytest"):
