@@ -25,6 +25,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 CONVERSION = "conversion.json"
 """Stands in a checkpoint that holds converted weights to start from, and says where they came from."""
 NON_PERSISTENT = "non_persistent"
+_LONGEST_NUMBER = 18
 _SAVE = re.compile(r"iter_(\d{7,})(?:\.replaced)?")
 _LEFTOVER = re.compile(r"(iter_\d{7,})\.(tmp|replaced|removed)")
 
@@ -44,6 +45,20 @@ def retired_folder(root: Path, iteration: int) -> Path:
     return root / f"iter_{iteration:07d}.replaced"
 
 
+def named_iteration(text: str) -> int | None:
+    """The iteration that the text of a tracker names; None where it is no number that a folder could have."""
+    text = text.strip()
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= _LONGEST_NUMBER else None
+
+
+def delete(path: Path) -> None:
+    """A folder, or the link to one that someone has moved to another disk: there it stays. Does not raise."""
+    if path.is_symlink() or path.is_file():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def clear(root: Path, kind: str) -> None:
     """Delete what saves that were cut off have left, but no save that has no other copy.
 
@@ -54,7 +69,7 @@ def clear(root: Path, kind: str) -> None:
     for path in root.glob(f"iter_*.{kind}"):
         match = _LEFTOVER.fullmatch(path.name)
         if match and (kind != "replaced" or (root / match[1] / "metadata.json").is_file()):
-            shutil.rmtree(path, ignore_errors=True)
+            delete(path)
 
 
 def complete_iterations(root: Path) -> list[int]:
@@ -78,14 +93,14 @@ def latest_iteration(root: Path) -> int | None:
     if not tracker.exists():
         return max(complete_iterations(root), default=None)
     text = tracker.read_text(errors="replace").strip() if tracker.is_file() else "a folder"
-    if not text.isdecimal():
+    iteration = named_iteration(text)
+    if iteration is None:
         raise CheckpointError(
             f"the tracker {tracker} does not name an iteration",
-            got=text,
+            got=repr(text[:80]),
             allowed="a number",
             fix="give --ckpt-step, or write the number of a save that exists into it",
         )
-    iteration = int(text)
     if not _place(root, iteration).is_dir():
         raise CheckpointError(
             f"the tracker {tracker} names iteration {iteration}, and there is no {iteration_folder(root, iteration)}",
@@ -119,6 +134,16 @@ def require_save(root: Path, iteration: int) -> Path:
             fix="--ckpt-step N takes up an earlier save" if ours else None,
         )
     return folder
+
+
+def holds(root: Path, iteration: int) -> bool:
+    """Whether there is a save of ``iteration``, whole or not."""
+    return _place(root, iteration).is_dir()
+
+
+def root_with(root: Path, non_persistent: Path, iteration: int) -> Path:
+    """The one of two roots that holds the save of ``iteration``; ``root`` where both or neither do."""
+    return non_persistent if holds(non_persistent, iteration) > holds(root, iteration) else root
 
 
 def newest_root(root: Path, non_persistent: Path) -> Path:
@@ -157,7 +182,7 @@ def retire(root: Path, newest: int, *, limit: int | None, every: int | None) -> 
             if folder.exists():
                 # Under another name first: what is half deleted must not look like a save.
                 gone = folder.with_name(f"iter_{iteration:07d}.removed")
-                shutil.rmtree(gone, ignore_errors=True)
+                delete(gone)
                 folder.rename(gone)
     clear(root, "removed")
     return sorted(going)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,6 +17,7 @@ from mindspeed_llm.checkpoint.folders import (
     latest_iteration,
     newest_root,
     require_save,
+    root_with,
 )
 from mindspeed_llm.config.run import RunConfig
 from mindspeed_llm.errors import CheckpointError
@@ -41,6 +43,12 @@ class Origin:
     iteration: int = 0
     weights_only: bool = False
 
+    def __str__(self) -> str:
+        if self.kind == "random":
+            return "nothing"
+        save = f" of iteration {self.iteration}" if self.kind == "checkpoint" else ""
+        return f"{self.kind}{save} in {self.folder}"
+
 
 def find_origin(cfg: RunConfig) -> Origin:
     """Decide what ``--load`` is, before a model is built; never random weights unless that was asked for.
@@ -54,9 +62,18 @@ def find_origin(cfg: RunConfig) -> Origin:
     if checkpoint.load is None:
         return _start(cfg)
     folder = Path(checkpoint.load)
+    # Unlike Path.resolve it takes links that lead round in a circle.
+    here, saving = os.path.realpath(folder), checkpoint.save and os.path.realpath(checkpoint.save)
+    non_persistent = Path(checkpoint.non_persistent_global_ckpt_dir or folder / NON_PERSISTENT)
     if folder.is_dir():
         if (folder / CONFIG).is_file():
-            if checkpoint.save is not None and Path(checkpoint.save).resolve() == folder.resolve():
+            if checkpoint.ckpt_step is not None:
+                raise CheckpointError(
+                    "--ckpt-step chooses among the saves of a run",
+                    got=f"--ckpt-step {checkpoint.ckpt_step}, and --load {folder} is a Hugging Face folder",
+                    fix="leave out --ckpt-step, or --load the --save folder of a run",
+                )
+            if saving == here:
                 raise CheckpointError(
                     f"--save {folder} is the Hugging Face folder that --load reads",
                     fix="save elsewhere; to go on from there, --load that folder and keep --hf-config here",
@@ -64,21 +81,37 @@ def find_origin(cfg: RunConfig) -> Origin:
             return Origin("hf", folder)
         tree = find_tree(folder, checkpoint.ckpt_step)
         if tree is not None:
-            if checkpoint.save is not None and Path(checkpoint.save).resolve() in (folder.resolve(), tree.resolve()):
+            if saving in (here, os.path.realpath(tree)):
                 raise CheckpointError(
                     f"--save {checkpoint.save} holds the per-rank checkpoint that --load reads",
                     fix="save elsewhere; to go on from there, --load that folder and --pretrained-checkpoint this one",
                 )
             return Origin("per_rank", tree)
-        if checkpoint.ckpt_step is not None:
-            require_save(folder, checkpoint.ckpt_step)
-            return _checkpoint(folder, checkpoint.ckpt_step)
-        root = newest_root(folder, Path(checkpoint.non_persistent_global_ckpt_dir or folder / NON_PERSISTENT))
+    if checkpoint.ckpt_step is not None:
+        root = root_with(folder, non_persistent, checkpoint.ckpt_step)
+        require_save(root, checkpoint.ckpt_step)
+        return _checkpoint(root, checkpoint.ckpt_step)
+    if folder.is_dir():
+        root = newest_root(folder, non_persistent)
         iteration = latest_iteration(root)
         if iteration is not None:
             return _checkpoint(root, iteration)
+    return _without_saves(cfg, folder, restart=saving == here)
+
+
+def _without_saves(cfg: RunConfig, folder: Path, *, restart: bool) -> Origin:
+    """Where a run begins whose ``--load`` holds nothing.
+
+    Args:
+        cfg: of the run.
+        folder: ``--load``.
+        restart: it is the ``--save`` folder, too.
+
+    Raises:
+        CheckpointError: no beginning was asked for.
+    """
+    checkpoint = cfg.checkpoint
     saves = sorted(path.name for path in folder.glob("iter_" + 7 * "[0-9]")) if folder.is_dir() else []
-    restart = checkpoint.save is not None and folder.resolve() == Path(checkpoint.save).resolve()
     if not saves and not folder.is_file() and checkpoint.pretrained_checkpoint is not None:
         return _start(cfg)
     if restart and not saves and not checkpoint.exit_on_missing_checkpoint:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_llm.checkpoint import hf_io
+from mindspeed_llm.checkpoint.convert.legacy_folders import find_tree
 from mindspeed_llm.checkpoint.folders import TRACKER, latest_iteration, require_save
 from mindspeed_llm.checkpoint.trusted import read_common, read_metadata, read_object
 from mindspeed_llm.errors import CheckpointError
@@ -261,7 +262,8 @@ def is_save(folder: Path) -> bool:
 
 def is_root(folder: Path) -> bool:
     """Whether the folder holds our saves."""
-    return (folder / TRACKER).exists() or any(is_save(path) for path in folder.glob("iter_*"))
+    ours = (folder / TRACKER).exists() or any(is_save(path) for path in folder.glob("iter_*"))
+    return ours and find_tree(folder) is None
 
 
 def find_save(folder: Path, step: int | None) -> Path | None:
@@ -276,6 +278,12 @@ def find_save(folder: Path, step: int | None) -> Path | None:
     """
     if not folder.is_dir():
         raise CheckpointError("not a folder", got=folder)
+    if find_tree(folder, step) is not None:
+        raise CheckpointError(
+            f"{folder} is a per-rank checkpoint of Megatron-LM or MindSpeed-LLM",
+            allowed="a save of this suite, or a Hugging Face folder",
+            fix="convert it by convert_ckpt.py first",
+        )
     # A folder of exports may hold iter_* folders of its own, so config.json comes first.
     if hf_io.is_hf_folder(folder) or is_save(folder):
         if step is not None:

@@ -201,9 +201,16 @@ def read_common(path: Path) -> dict[str, Any]:
         path: ``common.pt``.
 
     Raises:
-        CheckpointError: it cannot be read, or names what it may not.
+        CheckpointError: it cannot be read, names what it may not, or has something else where we keep mappings.
     """
-    return _mapping(path, read_object(path, path))
+    found = _mapping(path, read_object(path, path))
+    config = found.get("config", {})
+    parts = {name: found.get(name, {}) for name in ("config", "layout", "progress", "content_metadata")}
+    parts |= {f"config, {name}": part for name, part in (config.items() if isinstance(config, dict) else ())}
+    for name, part in parts.items():
+        if not isinstance(part, dict):
+            raise CheckpointError(f"{path}: {name} is not a mapping", got=type(part).__name__)
+    return found
 
 
 def read_object(source: Path | IO[bytes], label: object) -> Any:

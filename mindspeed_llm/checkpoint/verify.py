@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from mindspeed_llm.checkpoint import hf_io
-from mindspeed_llm.checkpoint.folders import TRACKER, complete_iterations, iteration_folder, require_save
+from mindspeed_llm.checkpoint.folders import (
+    TRACKER,
+    complete_iterations,
+    iteration_folder,
+    named_iteration,
+    require_save,
+)
 from mindspeed_llm.checkpoint.survey import (
     Box,
     HfModel,
@@ -97,13 +103,14 @@ def _tracker(root: Path) -> Iterator[str]:
         yield f"{tracker} is missing"
         return
     text = tracker.read_text(errors="replace").strip()
-    if not text.isdecimal():
+    iteration = named_iteration(text)
+    if iteration is None:
         yield f"{tracker} does not name an iteration: {text[:40]!r}"
-    elif int(text) not in complete:
-        yield f"{tracker} names iteration {int(text)}, of which there is no complete save"
-    elif int(text) < complete[-1]:
+    elif iteration not in complete:
+        yield f"{tracker} names iteration {iteration}, of which there is no complete save"
+    elif iteration < complete[-1]:
         newest = iteration_folder(root, complete[-1]).name
-        yield f"{tracker} names iteration {int(text)}, and there is a newer {newest}"
+        yield f"{tracker} names iteration {iteration}, and there is a newer {newest}"
 
 
 def _marks(folder: Path) -> Iterator[str]:

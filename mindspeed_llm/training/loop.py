@@ -98,7 +98,9 @@ class _StopSignal:
 
 
 @phase("train")
-def train(run: Run, objective: Objective, hooks: Hooks, reporter: Reporter, *, saved_at: int = -1) -> None:
+def train(
+    run: Run, objective: Objective, hooks: Hooks, reporter: Reporter, *, started: float, saved_at: int = -1
+) -> None:
     """Train until ``--train-iters`` (or samples), or until a reason to stop; then save and export. Collective.
 
     Args:
@@ -106,6 +108,8 @@ def train(run: Run, objective: Objective, hooks: Hooks, reporter: Reporter, *, s
         objective: what a step computes.
         hooks: where batches come from and how the run is kept.
         reporter: what is told.
+        started: when the run began, by ``time.monotonic``; ``--exit-duration-in-mins`` counts from there, since what
+            limits a run counts what comes before the first step, too.
         saved_at: the iteration that the run was taken up from, if its save need not be written again.
 
     Raises:
@@ -114,7 +118,6 @@ def train(run: Run, objective: Objective, hooks: Hooks, reporter: Reporter, *, s
     cfg, progress = run.cfg, run.progress
     total = total_iterations(cfg)
     stop = _StopSignal(cfg)
-    started = time.monotonic()
     if cfg.training.manual_gc:
         gc.disable()
         gc.collect()
@@ -132,7 +135,7 @@ def train(run: Run, objective: Objective, hooks: Hooks, reporter: Reporter, *, s
         if _due(cfg.training.eval_interval, step):
             _evaluate(run, objective, hooks, reporter, "valid")
             evaluated_at = step
-        stopping = _must_stop(cfg, step, started) or stop.anywhere()
+        stopping = _must_stop(cfg, step, started, stop)
         last = stopping or step >= total
         if not last and _due(cfg.checkpoint.save_interval, step):
             hooks.saver.save()
@@ -185,15 +188,20 @@ def _advance(run: Run, result: StepResult, batch: int) -> None:
         progress.take_loss(result.loss)
 
 
-def _must_stop(cfg: RunConfig, iteration: int, started: float) -> bool:
+def _must_stop(cfg: RunConfig, iteration: int, started: float, stop: _StopSignal) -> bool:
+    """Whether all ranks leave after this iteration, and says why. Collective."""
+    limit, reason = cfg.training.exit_duration_in_mins, None
     if _due(cfg.training.exit_interval, iteration):
-        return True
-    limit = cfg.training.exit_duration_in_mins
-    if limit is None:
-        return False
-    over = torch.tensor([float(time.monotonic() - started > 60 * limit)], device=current().torch_device)
-    dist.all_reduce(over, dist.ReduceOp.MAX)
-    return bool(over.item())
+        reason = f"--exit-interval {cfg.training.exit_interval}"
+    elif limit is not None:
+        over = torch.tensor([float(time.monotonic() - started > 60 * limit)], device=current().torch_device)
+        dist.all_reduce(over, dist.ReduceOp.MAX)
+        reason = f"--exit-duration-in-mins {limit}" if over.item() else None
+    if reason is None and stop.anywhere():
+        reason = f"{cfg.training.exit_signal} was received"
+    if reason is not None:
+        logger.info("leaving after iteration %d: %s", iteration, reason)
+    return reason is not None
 
 
 @phase("evaluate")

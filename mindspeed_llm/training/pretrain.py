@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import platform
+import socket
 import time
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import mindspeed_llm
+from mindspeed_llm.checkpoint.folders import holds
 from mindspeed_llm.checkpoint.in_use import Mark, hold
 from mindspeed_llm.checkpoint.origin import Origin, find_origin
 from mindspeed_llm.config.resolve import format_non_default
@@ -51,6 +54,7 @@ def pretrain(cfg: RunConfig) -> None:
 
 
 def _pretrain(cfg: RunConfig) -> None:
+    started = time.monotonic()
     origin = find_origin(cfg)
     check_exports(cfg)
     check_outputs(cfg)
@@ -65,8 +69,35 @@ def _pretrain(cfg: RunConfig) -> None:
         logger.info("configuration, values that are not defaults:\n%s", format_non_default(cfg))
         for notice in cfg.notices:
             logger.info("note: %s", notice)
+    origin = _agreed(cfg, origin)
     with _only_writer(cfg) as mark:
-        _run(cfg, origin, with_data, tokenizer, mark)
+        _run(cfg, origin, with_data, tokenizer, mark, started)
+
+
+@phase("setup")
+def _agreed(cfg: RunConfig, origin: Origin) -> Origin:
+    """What rank 0 found in ``--load``, if all ranks see it. Collective.
+
+    Each looked for itself, and perhaps at its own disk; and while another run saves there, the newest save is one for
+    one rank and the next for another.
+
+    Raises:
+        CheckpointError: some found something else; on all ranks.
+    """
+    first: Origin = _from_first_rank(origin)
+    same = replace(origin, iteration=first.iteration) == first
+    same = same and (first.kind != "checkpoint" or first.folder is None or holds(first.folder, first.iteration))
+    seen: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(seen, f"rank {dist.get_rank()} on {socket.gethostname()}: {origin}" if not same else None)
+    others = [words for words in seen if words is not None]
+    if others:
+        raise CheckpointError(
+            f"--load {cfg.checkpoint.load} is not the same for all ranks",
+            got="; ".join(others[:4]),
+            allowed=f"what rank 0 found: {first}",
+            fix="--load and --save on storage that all nodes share",
+        )
+    return first
 
 
 _WATCHING = "another's mark is being watched"
@@ -108,7 +139,14 @@ def _from_first_rank(said: Any) -> Any:
     return told[0]
 
 
-def _run(cfg: RunConfig, origin: Origin, with_data: RunConfig, tokenizer: Tokenizer | None, mark: Mark | None) -> None:
+def _run(
+    cfg: RunConfig,
+    origin: Origin,
+    with_data: RunConfig,
+    tokenizer: Tokenizer | None,
+    mark: Mark | None,
+    started: float,
+) -> None:
     total = total_iterations(cfg)
     data, held_out = open_streams(with_data, tokenizer) if tokenizer else (None, {})
     run = _set_up(cfg, origin)
@@ -120,7 +158,7 @@ def _run(cfg: RunConfig, origin: Origin, with_data: RunConfig, tokenizer: Tokeni
     hooks = Hooks(streams, held_out, Saver(run, mark), _exporter(run), data)
     resumed = origin.kind == "checkpoint" and not origin.weights_only
     kept = resumed and origin.folder == Path(cfg.checkpoint.save or "")
-    train(run, pretraining, hooks, reporter, saved_at=origin.iteration if kept else -1)
+    train(run, pretraining, hooks, reporter, saved_at=origin.iteration if kept else -1, started=started)
     reporter.close()
 
 

@@ -40,7 +40,7 @@ def command(argv: list[str]) -> dict[str, Any]:
 def must_stop(limit: int, minutes: list[float]) -> bool:
     """What a rank decides whose run began ``minutes[rank]`` ago, under ``--exit-duration-in-mins limit``."""
     cfg = from_values({**SMALLEST, "exit_duration_in_mins": limit}, world_size=dist.get_world_size())
-    return loop._must_stop(cfg, 1, time.monotonic() - 60 * minutes[dist.get_rank()])
+    return loop._must_stop(cfg, 1, time.monotonic() - 60 * minutes[dist.get_rank()], loop._StopSignal(cfg))
 
 
 @contextmanager

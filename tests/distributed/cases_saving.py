@@ -21,6 +21,7 @@ import torch.distributed as dist
 from mindspeed_llm import api
 from mindspeed_llm.checkpoint import hf_io, in_use, saving
 from mindspeed_llm.checkpoint.folders import complete_iterations, latest_iteration
+from mindspeed_llm.checkpoint.origin import Origin
 from mindspeed_llm.config.resolve import from_values
 from mindspeed_llm.errors import CheckpointError
 from mindspeed_llm.training import loop, pretrain
@@ -215,6 +216,16 @@ def newest_only(folder: str, layout: str, tokens: torch.Tensor, root: str) -> di
         found["other"].append(complete_iterations(Path(root, "non_persistent")))
         dist.barrier()
     return found
+
+
+def agreed(kinds: list[str], iterations: list[int], root: str) -> Any:
+    """What a rank takes up that found a save of ``kinds[rank]`` and ``iterations[rank]``; or the error."""
+    rank = dist.get_rank()
+    found: Any = Origin(kinds[rank], Path(root), iterations[rank])  # pyright: ignore[reportArgumentType]
+    try:
+        return pretrain._agreed(from_values({**SMALLEST, "load": root}, world_size=dist.get_world_size()), found)
+    except CheckpointError as error:
+        return str(error)
 
 
 def not_shared(root: str) -> str:

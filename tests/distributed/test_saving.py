@@ -11,6 +11,7 @@ import pytest
 import mindspeed_llm.core  # noqa: F401  the seam comes first
 from mindspeed_llm.checkpoint.folders import complete_iterations, latest_iteration
 from mindspeed_llm.checkpoint.in_use import NAME
+from mindspeed_llm.checkpoint.origin import Origin
 from mindspeed_llm.training.failure import RECORD
 from tests.distributed.cases_saving import ELSEWHERE
 from tests.distributed.launch import TINY, placed, read_rows, write_corpus
@@ -154,3 +155,17 @@ def test_storage_that_is_not_shared_is_refused(pool: Pool, tmp_path: Path) -> No
     for message in pool.run(f"{HERE}:not_shared", 2, root=str(tmp_path)):
         assert "not the same folder on all nodes" in message
         assert "rank 1" in message
+
+
+def test_ranks_that_find_unlike_saves_take_the_first_ones(pool: Pool, tmp_path: Path) -> None:
+    """While another run saves in the folder that --load names."""
+    (tmp_path / "iter_0000003").mkdir()
+    found = pool.run(f"{HERE}:agreed", 2, kinds=["checkpoint"] * 2, iterations=[3, 4], root=str(tmp_path))
+    assert found == 2 * [Origin("checkpoint", tmp_path, 3)]
+
+
+@pytest.mark.parametrize("kinds", [("checkpoint", "checkpoint"), ("checkpoint", "random"), ("random", "checkpoint")])
+def test_ranks_that_do_not_see_the_same_are_refused(pool: Pool, tmp_path: Path, kinds: tuple[str, str]) -> None:
+    for message in pool.run(f"{HERE}:agreed", 2, kinds=kinds, iterations=[3, 3], root=str(tmp_path)):
+        assert "is not the same for all ranks" in message
+        assert "rank 1 on" in message

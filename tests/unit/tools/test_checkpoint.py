@@ -254,6 +254,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "infinite": (lambda save: overwrite(save, QKV, float("-inf"), 1), f"{QKV} holds 0 NaN and 8192 infinite"),
     "no counters": (lambda save: (save / "common.pt").unlink(), "common.pt"),
     "half of the counters": (lambda save: truncate(save / "common.pt"), "common.pt"),
+    "odd counters": (
+        lambda save: torch.save({"config": {"model": 3}}, save / "common.pt"),
+        "config, model is not a mapping",
+    ),
     "no mark": (lambda save: (save / "metadata.json").unlink(), "metadata.json cannot be read"),
 }
 

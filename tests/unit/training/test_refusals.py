@@ -119,15 +119,16 @@ def test_a_file_in_place_of_a_folder_is_called_one(tmp_path: Path) -> None:
         find_origin(from_values({**MODEL, "load": str(tmp_path / "file")}))
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe4\0", None], ids=["bytes", "a folder"])
+@pytest.mark.parametrize("content", [b"\xff\xfe4\0", 5000 * b"9", "\u0664".encode(), b"-4", b"", None])
 def test_a_tracker_that_is_no_number_is_named(tmp_path: Path, content: bytes | None) -> None:
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
     if content is None:
         tracker.mkdir()
     else:
         tracker.write_bytes(content)
-    with pytest.raises(CheckpointError, match="does not name an iteration"):
+    with pytest.raises(CheckpointError, match="does not name an iteration") as error:
         find_origin(from_values({**MODEL, "load": str(tmp_path)}))
+    assert len(str(error.value)) < 1000
 
 
 def test_a_save_of_other_software_is_called_so() -> None:

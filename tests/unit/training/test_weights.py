@@ -63,6 +63,28 @@ def test_the_tracker_names_the_save_unless_a_flag_does(tmp_path: Path) -> None:
     assert "iter_0000010" in str(error.value)
 
 
+def test_a_step_that_is_not_there_is_no_fresh_start(tmp_path: Path) -> None:
+    hf, save = str(hugging_face(tmp_path / "hf")), str(tmp_path / "save")
+    for more in ({}, {"pretrained_checkpoint": hf}):
+        with pytest.raises(CheckpointError, match="no checkpoint of iteration 10"):
+            find_origin(configuration(load=save, save=save, ckpt_step=10, **more))
+    with pytest.raises(CheckpointError, match="chooses among the saves"):
+        find_origin(configuration(load=hf, ckpt_step=10))
+
+
+def test_a_step_is_looked_for_among_the_saves_that_are_not_persistent_too(tmp_path: Path) -> None:
+    root, other = saves(tmp_path / "save", 10), saves(tmp_path / "save" / "non_persistent", 10, 12)
+    assert find_origin(configuration(load=str(root), ckpt_step=12)) == Origin("checkpoint", other, 12)
+    assert find_origin(configuration(load=str(root), ckpt_step=10)) == Origin("checkpoint", root, 10)
+
+
+def test_links_that_lead_round_in_a_circle_are_no_folder(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(link)
+    with pytest.raises(CheckpointError, match="neither"):
+        find_origin(configuration(load=str(link), save=str(tmp_path / "save")))
+
+
 def test_without_a_tracker_the_newest_whole_save_is_taken(tmp_path: Path) -> None:
     """A first save may be cut off between its name and the tracker."""
     root = saves(tmp_path, 10)
