@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from mindspeed_llm.checkpoint.survey import Save
+from tests.distributed.launch import TINY, succeed, write_corpus
 from tests.distributed.pool import Pool
 from tests.fixtures import MODELS, hf_folder
 from tests.unit.checkpoint.test_convert import (
     ORACLE,
     assert_same,
     assert_same_config,
+    config,
     to_hf,
     to_megatron,
     weights,
@@ -78,6 +80,19 @@ def test_a_save_of_a_run_becomes_a_model(
     assert_same(weights(back), weights(folder))
     assert_same_config(back, folder)
     assert (back / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["q25", "q25tied"])
+def test_a_trained_save_loses_its_padding(pool: Pool, tmp_path: Path, name: str) -> None:
+    """Case 5: training moves rows above the vocabulary; the converter is not told of them, nor takes the tokenizer's
+    260 tokens for the model's 323. The run's own export has the same weights."""
+    flags = {**TINY, "--load": hf_folder(name, VOCAB), "--data-path": write_corpus(tmp_path), "--train-iters": 1}
+    more = {"--make-vocab-size-divisible-by": 128, "--save": tmp_path / "run", "--save-hf": tmp_path / "hf"}
+    succeed(pool, flags | more, "tp2")
+    back = to_hf(tmp_path / "run", tmp_path / "back")
+    assert weights(back)["model.embed_tokens.weight"].shape[0] == config(back)["vocab_size"] == VOCAB
+    assert_same(weights(back), weights(tmp_path / "hf"))
+    assert not torch.equal(weights(back)["model.norm.weight"], weights(hf_folder(name, VOCAB))["model.norm.weight"])
 
 
 def test_a_run_starts_from_converted_weights(pool: Pool, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import mmap
 import os
@@ -238,3 +239,13 @@ def test_a_folder_that_is_not_writable_is_an_error(tmp_path: Path, capsys: pytes
     run("--load-dir", hf_folder("q25", VOCAB), "--save-dir", tmp_path / "file" / "mg", code=1)
     assert "cannot be written" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_every_flag_of_the_other_converters_is_known() -> None:
+    """Accepted, accepted with a notice, or refused by name with a reason."""
+    with (ROOT / "docs" / "upstream-flags.csv").open(encoding="utf-8", newline="") as file:
+        rows = [[name, *scripts] for name, *scripts in csv.reader(file)]
+    theirs = {f"--{row[0]}" for row in rows if any("convert" in cell.split() for cell in row[1:])}
+    accepted = {flag for action in convert.build_parser()._actions for flag in action.option_strings}
+    assert len(theirs) > 50
+    assert theirs - accepted - convert.REFUSED.keys() == set()
