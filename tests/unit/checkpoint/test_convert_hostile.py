@@ -6,6 +6,7 @@ import csv
 import json
 import mmap
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -249,3 +250,16 @@ def test_every_flag_of_the_other_converters_is_known() -> None:
     accepted = {flag for action in convert.build_parser()._actions for flag in action.option_strings}
     assert len(theirs) > 50
     assert theirs - accepted - convert.REFUSED.keys() == set()
+
+
+def test_a_terminal_sees_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = hf_folder("q25", VOCAB)
+    to_megatron(folder, tmp_path / "a")
+    assert "kB" not in capsys.readouterr().err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    to_megatron(folder, tmp_path / "b")
+    found = re.findall(r"([\d.]+)/([\d.]+) kB", capsys.readouterr().err)
+    assert found[-1][0] == found[-1][1]
