@@ -132,10 +132,11 @@ def test_stopped_twice_is_as_never_stopped(pool: Pool, flags: Flags, tmp_path: P
 
 
 def test_other_layouts_go_on(pool: Pool, flags: Flags, tmp_path: Path) -> None:
-    """From the save at a stop in any layout, from one on the way with other numbers of data-parallel ranks."""
+    """From the save at a stop in any layout, from one on the way with other numbers of data-parallel ranks; each goes
+    on as one process does that is not stopped."""
     flags |= {"--train-iters": 5}
     saves, metrics = tmp_path / "saves", tmp_path / "straight.jsonl"
-    succeed(pool, flags | {"--metrics-file": metrics}, "tp2+dp2+dist")
+    succeed(pool, flags | {"--metrics-file": metrics}, "one+dist")
     succeed(pool, flags | {"--save": saves, "--save-interval": 2, "--exit-interval": 3}, "tp2+dp2+dist")
     assert complete_iterations(saves) == [2, 3]
     wanted = read_rows(metrics)
@@ -149,7 +150,7 @@ def test_other_layouts_go_on(pool: Pool, flags: Flags, tmp_path: Path) -> None:
             assert relative(row["grad_norm"], expected["grad_norm"]) <= 1e-4, layout
             assert row["learning_rate"] == expected["learning_rate"]
             assert row["consumed_samples"] == expected["consumed_samples"]
-    for layout in ("dp2+dist", "tp2+pp2+dist"):
+    for layout in ("dp2+dist", "pp2+dist"):
         for result in launch(pool, resumed(flags, saves) | {"--ckpt-step": 2}, layout):
             assert result["code"] == 1
             assert "loads only at the layout that saved it" in result["err"]
