@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -139,7 +140,7 @@ def _train(cfg: RunConfig, run: Run, seen: Seen) -> None:
     streams = [_batches(cfg) for _ in run.chunks]
     hooks = Hooks(streams, {}, Saver(run), lambda last: None)
     try:
-        train(run, pretraining, hooks, Reporter())  # pyright: ignore[reportArgumentType]
+        train(run, pretraining, hooks, Reporter(), started=time.monotonic())  # pyright: ignore[reportArgumentType]
         seen.done["end"] = "trained"
     except SuiteError as error:
         seen.done["end"] = str(error)
