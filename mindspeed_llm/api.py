@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mindspeed_llm.checkpoint import engine, hf_io
+from mindspeed_llm.checkpoint import export, hf_io
 from mindspeed_llm.config.resolve import Layer, resolve
 from mindspeed_llm.config.rules import PRETRAIN_RULES
 from mindspeed_llm.config.run import RunConfig
@@ -78,7 +78,7 @@ def iter_hf_weights(run: Run) -> Iterator[tuple[str, torch.Tensor]]:
         ConversionError: the stages together do not hold exactly the family's weights.
     """
     run.gather_parameters()
-    return engine.iter_hf_weights(run.chunks, family_of(run.cfg), run.cfg, groups=parallel_groups())
+    return export.iter_hf_weights(run.chunks, family_of(run.cfg), run.cfg, groups=parallel_groups())
 
 
 def save_hf(run: Run, folder: str | os.PathLike[str]) -> None:

@@ -1,8 +1,8 @@
-"""Weights between Hugging Face folders and a live, sharded model.
+"""Weights of a Hugging Face folder into a live, sharded model.
 
 A load is planned first, from names and shapes alone: every tensor on either side is used exactly once, or the whole
-thing is refused in one message. Only then are tensors read, and of each only the rows that this rank holds. An export
-is the inverse. Peak memory stays near the largest tensor.
+thing is refused in one message. Only then are tensors read, and of each only the rows that this rank holds. Peak memory
+stays near the largest tensor. The inverse is in :mod:`~mindspeed_llm.checkpoint.export`.
 """
 
 # pyright: basic
@@ -13,12 +13,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shutil
-import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,33 +23,19 @@ from torch import Tensor, nn
 
 from mindspeed_llm.checkpoint import hf_io
 from mindspeed_llm.checkpoint.hf_io import TensorInfo, TensorSource
-from mindspeed_llm.checkpoint.layout import global_shape, local_columns, local_rows, unshard
+from mindspeed_llm.checkpoint.layout import global_shape, local_columns, local_rows
 from mindspeed_llm.checkpoint.names import NameTable, WeightEntry, compile_names
-from mindspeed_llm.checkpoint.transforms import part_rows, pieces, select, split
+from mindspeed_llm.checkpoint.transforms import part_rows, pieces, select
 from mindspeed_llm.config.run import RunConfig
-from mindspeed_llm.errors import CheckpointError, ConversionError
-from mindspeed_llm.models.family import ModelFamily, Replicated, Vocab, values_of
+from mindspeed_llm.errors import ConversionError
+from mindspeed_llm.models.family import ModelFamily, Vocab, values_of
 
 logger = logging.getLogger(__name__)
 
 _LAYER = re.compile(r"(.*?\bdecoder\.layers\.)(\d+)((?:\..*)?)")
 _LAYER_PREFIX = re.compile(r"(.*?\bdecoder\.layers\.\d+\.)")
+_EXPERT = re.compile(r"(.*\.experts)(\.linear_fc[12]\.(?:weight|bias))(\d+)")
 _SHOWN = 4
-
-
-@dataclass(frozen=True)
-class ParallelGroups:
-    """The process groups an export talks over. None stands for a group of one.
-
-    Args:
-        tp: ranks that share the tensors of one stage.
-        pp: ranks of the same place in all stages.
-        dp: replicas (data and context parallel); the first writes.
-    """
-
-    tp: dist.ProcessGroup | None = None
-    pp: dist.ProcessGroup | None = None
-    dp: dist.ProcessGroup | None = None
 
 
 def group_rank(group: dist.ProcessGroup | None) -> int:
@@ -77,7 +59,12 @@ def unwrap(chunk: nn.Module) -> nn.Module:
 
 
 def global_name(model: nn.Module, name: str) -> str:
-    """The name of a tensor or module of one chunk in the whole model, where layers are counted from its start."""
+    """The name of a tensor or module of one chunk in the whole model, where layers and experts are counted from its
+    start."""
+    if (match := _EXPERT.fullmatch(name)) is not None:
+        experts: Any = model.get_submodule(match[1])
+        first = group_rank(experts.ep_group) * experts.num_local_experts
+        return global_name(model, match[1]) + f"{match[2]}{first + int(match[3])}"
     match = _LAYER.fullmatch(name)
     if match is None:
         return name
@@ -153,12 +140,14 @@ def plan_load(
     stored: Mapping[str, TensorInfo],
     values: Mapping[str, Any],
     tp_size: int,
+    etp_size: int | None = None,
 ) -> list[WeightEntry]:
     """What this rank has to fill, after proving that the whole checkpoint and this rank's tensors fit one another.
 
     Args:
         live: shapes of this rank's tensors by global megatron-core name.
         stored: what the checkpoint holds.
+        etp_size: ranks that share an expert; None: ``tp_size``.
 
     Raises:
         ConversionError: one table of everything that does not fit.
@@ -172,7 +161,12 @@ def plan_load(
     problems.add("in the checkpoint, but not in the model", *unmapped)
     problems.add("in the model, but made of nothing", *(name for name in live if name not in table.entries))
     held = {match[1] for name in live if (match := _LAYER_PREFIX.match(name))}
-    lacking = [name for name in table.entries if _in_layers(name, held) and name not in live]
+    experts = {None, *(table.entries[name].expert for name in live if name in table.entries)}
+    lacking = [
+        name
+        for name, entry in table.entries.items()
+        if _in_layers(name, held) and entry.expert in experts and name not in live
+    ]
     problems.add("in the family's table, but not in the model", *lacking)
     used = [name for name in expected if name in stored]
     problems.add(
@@ -183,10 +177,16 @@ def plan_load(
     for entry in entries:
         if all(name in stored for name in entry.hf):
             problems.add(
-                "other shape than the model's", *_shape_faults(entry, live[entry.mcore], stored, values, tp_size)
+                "other shape than the model's",
+                *_shape_faults(entry, live[entry.mcore], stored, values, cut_over(entry, tp_size, etp_size)),
             )
     problems.check("the checkpoint does not fit the model", fix="check that config.json belongs to these weights")
     return entries
+
+
+def cut_over(entry: WeightEntry, tp_size: int, etp_size: int | None) -> int:
+    """Over how many ranks a tensor is cut."""
+    return tp_size if entry.expert is None or etp_size is None else etp_size
 
 
 def _in_layers(name: str, layers: set[str]) -> bool:
@@ -233,13 +233,17 @@ def load_hf_weights(
     tp_rank: int,
     tp_size: int,
     cfg: RunConfig,
+    etp: tuple[int, int] | None = None,
 ) -> None:
     """Fills a live model from a Hugging Face folder, in place and in the dtype of its parameters.
 
     Each rank reads by itself, only what it holds. Optimizers with fp32 copies must be made, or told to reload, after.
 
     Args:
-        chunks: this rank's model chunks, wrapped or not; which layers they hold is read from them.
+        chunks: this rank's model chunks, wrapped or not; which layers and experts they hold is read from them.
+        tp_rank: which part of a tensor is this rank's.
+        tp_size: over how many ranks a tensor is cut.
+        etp: the same two for tensors of experts; None: as the others.
 
     Raises:
         CheckpointError: the folder is missing, incomplete or broken.
@@ -251,10 +255,12 @@ def load_hf_weights(
     with ExitStack() as stack:
         source = hf_io.Turned(hf_io.open_tensors(folder, stack), table.turned())
         shapes = {name: tuple(tensor.shape) for name, tensor in live.items()}
-        entries = plan_load(table, shapes, source.tensors, values, tp_size)
+        etp = etp or (tp_rank, tp_size)
+        entries = plan_load(table, shapes, source.tensors, values, tp_size, etp[1])
         check_ties(table, source)
         for entry in entries:
-            fill(live[entry.mcore], entry, source, values, tp_rank=tp_rank, tp_size=tp_size)
+            rank, size = (tp_rank, tp_size) if entry.expert is None else etp
+            fill(live[entry.mcore], entry, source, values, tp_rank=rank, tp_size=size)
     logger.info("loaded %d tensors of %s from %s", len(entries), family.name, folder)
 
 
@@ -298,284 +304,3 @@ def check_ties(table: NameTable, source: TensorSource) -> None:
                 f"config.json ties {name} to {original}, but the checkpoint holds two different tensors",
                 fix='set "tie_word_embeddings": false in config.json, or remove the tensor',
             )
-
-
-# Export -------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Held:
-    """Where a weight is, and what each tensor-parallel rank has of it."""
-
-    stage: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def placement(table: NameTable, live: Mapping[str, Tensor], pp: dist.ProcessGroup | None) -> dict[str, _Held]:
-    """Which pipeline stage holds each megatron-core tensor. Collective over ``pp``.
-
-    Raises:
-        ConversionError: a tensor of the table is on no stage or on two, or a stage holds one that is not in the table.
-    """
-    mine = {name: _Held(group_rank(pp), tuple(tensor.shape), tensor.dtype) for name, tensor in live.items()}
-    stages: list[Any] = [mine]
-    if pp is not None:
-        stages = [None] * group_size(pp)
-        dist.all_gather_object(stages, mine, group=pp)
-    found: dict[str, _Held] = {}
-    problems = Problems()
-    for held in stages:
-        problems.add("on two pipeline stages", *(name for name in held if name in found))
-        problems.add(
-            "in the model, but not in the family's table", *(name for name in held if name not in table.entries)
-        )
-        found.update(held)
-    missing = [name for name, entry in table.entries.items() if entry.exported and name not in found]
-    problems.add("on no pipeline stage", *missing)
-    problems.check("the model cannot be exported")
-    return found
-
-
-def iter_hf_weights(
-    chunks: Sequence[nn.Module], family: ModelFamily, cfg: RunConfig, *, groups: ParallelGroups, whole: bool = True
-) -> Iterator[tuple[str, Tensor]]:
-    """Hugging Face names and whole tensors of a live sharded model, one after the other.
-
-    Collective: every rank of ``groups.tp`` and ``groups.pp`` must run it to its end. Vocabulary padding is cut off, a
-    tied output layer is left out. A tensor may share memory with the model: copy it to keep it.
-
-    Args:
-        whole: the first rank (of both groups) yields every weight and the others nothing. Otherwise the first rank of
-            each pipeline stage yields those of its stage, and nothing travels between stages.
-
-    Raises:
-        ConversionError: the stages together do not hold exactly the family's weights.
-    """
-    values = values_of(cfg)
-    table = compile_names(family, values)
-    live = live_tensors(chunks)
-    held = placement(table, live, groups.pp)
-    device = next(iter(live.values())).device
-    stage, leads = group_rank(groups.pp), group_rank(groups.tp) == 0
-    for entry in table.entries.values():
-        if not entry.exported:
-            continue
-        owner = held[entry.mcore]
-        travels = whole and owner.stage != 0
-        if owner.stage == stage:
-            for name, tensor in _export_entry(entry, live[entry.mcore].detach(), values, groups.tp):
-                if travels and leads:
-                    dist.send(tensor.contiguous(), group=groups.pp, group_dst=0)
-                elif leads:
-                    yield name, tensor
-        elif travels and leads and stage == 0:
-            for name, shape in _hf_shapes(entry, owner.shape, values, group_size(groups.tp)):
-                tensor = torch.empty(shape, dtype=owner.dtype, device=device)
-                dist.recv(tensor, group=groups.pp, group_src=owner.stage)
-                yield name, tensor
-
-
-def _export_entry(
-    entry: WeightEntry, local: Tensor, values: Mapping[str, Any], tp: dist.ProcessGroup | None
-) -> Iterator[tuple[str, Tensor]]:
-    whole = local
-    if tp is not None and group_size(tp) > 1 and not isinstance(entry.shard, Replicated):
-        # all_gather and not gather: Ascend's collectives do not have it everywhere.
-        parts = [torch.empty_like(local) for _ in range(group_size(tp))]
-        dist.all_gather(parts, local.contiguous(), group=tp)
-        if group_rank(tp) != 0:
-            return
-        whole = unshard(entry.shard, parts)
-    if isinstance(entry.shard, Vocab):
-        whole = whole[: values["vocab_size"]]
-    for name, tensor in zip(entry.hf, split(entry.transform, whole, values), strict=True):
-        yield name, tensor.t() if entry.transposed and tensor.dim() == 2 else tensor
-
-
-def _hf_shapes(
-    entry: WeightEntry, local: Sequence[int], values: Mapping[str, Any], tp_size: int
-) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of what a weight becomes on disk, from the shape that each rank holds."""
-    shape = global_shape(entry.shard, local, tp_size)
-    if isinstance(entry.shard, Vocab):
-        shape[0] = values["vocab_size"]
-    rows = part_rows(entry.transform, shape[0], values)
-    shapes = [(count, *shape[1:]) for count in rows]
-    if entry.transposed:
-        shapes = [shape[::-1] for shape in shapes]
-    return list(zip(entry.hf, shapes, strict=True))
-
-
-def check_export(
-    family: ModelFamily,
-    cfg: RunConfig,
-    out_dir: str | os.PathLike[str],
-    *,
-    dtype: torch.dtype,
-    source: str | os.PathLike[str] | None = None,
-) -> dict[str, Any]:
-    """The config.json that :func:`save_hf` would write; call it before training to learn early what would be refused.
-
-    Raises:
-        CheckpointError: ``out_dir`` is the source, or holds something that is not an earlier export.
-        ConversionError: a value of the run has no place in the family's config.json.
-    """
-    origin = Path(source) if source is not None else None
-    hf_io.check_destination(Path(out_dir), origin)
-    origin_config = hf_io.read_config(origin) if origin is not None else None
-    return family.values_to_config(values_of(cfg), str(dtype).removeprefix("torch."), origin_config)
-
-
-def save_hf(
-    chunks: Sequence[nn.Module],
-    family: ModelFamily,
-    cfg: RunConfig,
-    out_dir: str | os.PathLike[str],
-    *,
-    dtype: torch.dtype,
-    groups: ParallelGroups,
-    source: str | os.PathLike[str] | None = None,
-    tokenizer: str | os.PathLike[str] | None = None,
-    max_shard_bytes: int = hf_io.DEFAULT_SHARD_BYTES,
-) -> None:
-    """Writes a folder that transformers loads; it appears whole or not at all.
-
-    Collective over all ranks. Each pipeline stage of the first replica writes its own files into a hidden folder beside
-    ``out_dir``; the first rank renames it at the end. A previous export at the same place is replaced.
-
-    Args:
-        dtype: of the weights on disk, also written into config.json.
-        source: the folder the run started from; its generation settings and token ids go along, and its tokenizer
-            with the chat template unless ``tokenizer`` names the folder of another.
-
-    Raises:
-        CheckpointError: see :func:`check_export`; the stages do not see one file system, or a disk takes no more. On
-            all ranks.
-        ConversionError: the model is not what the family's table and config rules can express.
-    """
-    out = Path(out_dir)
-    staging = hf_io.staging_folder(out)
-    writes = group_rank(groups.dp) == 0
-    first = writes and group_rank(groups.tp) == 0 and group_rank(groups.pp) == 0
-    config: dict[str, Any] = {}
-    _together(groups, out, lambda: config.update(check_export(family, cfg, out, dtype=dtype, source=source)))
-    try:
-        # One after the other: the first rank renames what a late one may still look at.
-        _together(groups, out, lambda: hf_io.open_staging(out), here=first)
-        _together(groups, out, lambda: _require_folder(staging), here=writes)
-        _together(
-            groups,
-            out,
-            lambda: _write_weights(chunks, family, cfg, staging, dtype, groups, max_shard_bytes),
-            here=writes,
-        )
-        _together(groups, out, lambda: _complete(out, config, source, tokenizer or source), here=first)
-    except CheckpointError:
-        # It is of no use, and the disk may be full; but earlier exports may have moved there.
-        if first and not hf_io.intermediate_exports(staging):
-            shutil.rmtree(staging, ignore_errors=True)
-        raise
-    if first:
-        logger.info("wrote %s weights of %s to %s", config["dtype"], family.name, out)
-
-
-def _require_folder(staging: Path) -> None:
-    if not staging.is_dir():
-        raise CheckpointError(
-            "a pipeline stage does not see the folder to export to", got=staging, fix="use a shared file system"
-        )
-
-
-def _complete(
-    out: Path,
-    config: Mapping[str, Any],
-    source: str | os.PathLike[str] | None,
-    words: str | os.PathLike[str] | None,
-) -> None:
-    """What stands beside the weights; then the export becomes visible."""
-    staging = hf_io.staging_folder(out)
-    hf_io.write_json(staging / hf_io.CONFIG, config)
-    if source is not None:
-        hf_io.copy_companions(Path(source), staging, [hf_io.GENERATION])
-    if words is not None:
-        hf_io.copy_companions(Path(words), staging, hf_io.TOKENIZER_FILES)
-    hf_io.publish(out)
-
-
-def _together(groups: ParallelGroups, out: Path, action: Callable[[], object], *, here: bool = True) -> None:
-    """What goes wrong on one rank is an error on all, rather than a wait for the one that left. Collective.
-
-    Args:
-        groups: whose ranks come here.
-        out: the folder that is being made.
-        action: what this rank does.
-        here: whether it does.
-
-    Raises:
-        CheckpointError: that of a rank that failed.
-    """
-    failure: CheckpointError | None = None
-    try:
-        if here:
-            action()
-    except CheckpointError as error:
-        failure = error
-    except OSError as error:
-        where = "" if groups.dp is None else f"rank {dist.get_rank()} on {socket.gethostname()}: "
-        failure = CheckpointError(
-            f"the Hugging Face folder {out} cannot be written",
-            got=f"{where}{error}",
-            fix="the last checkpoint of --save exports with --train-iters 0 --save-hf",
-        )
-    # Passing each axis in turn reaches everyone.
-    for group in (groups.tp, groups.pp, groups.dp):
-        if group is not None:
-            told: list[CheckpointError | None] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(told, failure, group=group)
-            failure = next((error for error in told if error is not None), None)
-    if failure is not None:
-        raise failure
-
-
-def _write_weights(
-    chunks: Sequence[nn.Module],
-    family: ModelFamily,
-    cfg: RunConfig,
-    staging: Path,
-    dtype: torch.dtype,
-    groups: ParallelGroups,
-    max_shard_bytes: int,
-) -> None:
-    """This stage's files, and on the first rank the index of all.
-
-    Raises:
-        OSError: the disk does not take them. By then the other ranks have all that this one had to send.
-    """
-    values = values_of(cfg)
-    table = compile_names(family, values)
-    held = placement(table, live_tensors(chunks), groups.pp)
-    tensors: dict[str, TensorInfo] = {}
-    writers: dict[str, int] = {}
-    for entry in table.entries.values():
-        if entry.exported:
-            owner = held[entry.mcore]
-            for name, shape in _hf_shapes(entry, owner.shape, values, group_size(groups.tp)):
-                tensors[name], writers[name] = TensorInfo(shape, dtype), owner.stage
-    plan = hf_io.plan_shards(tensors, writers, max_shard_bytes)
-    mine = [shard for writer, shard in plan if writer == group_rank(groups.pp)]
-    writer = hf_io.ShardWriter(staging, mine, tensors)
-    failure: OSError | CheckpointError | None = None
-    for name, tensor in iter_hf_weights(chunks, family, cfg, groups=groups, whole=False):
-        try:
-            if failure is None:
-                writer.write(name, tensor)
-        except (OSError, CheckpointError) as error:
-            failure = error
-    if failure is not None:
-        writer.abandon()
-        raise failure
-    if group_rank(groups.tp) == 0:
-        writer.finish()
-        if group_rank(groups.pp) == 0:
-            hf_io.write_index(staging, [shard for _, shard in plan], tensors)

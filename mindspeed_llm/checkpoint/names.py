@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mindspeed_llm.config.layers import layers_of_experts
 from mindspeed_llm.models.family import Drop, ModelFamily, ParamMap, Shard, Transform
 
-_LAYER = "{l}"
+_LAYER, _EXPERT = "{l}", "{e}"
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class WeightEntry:
     """One megatron-core tensor (its global name, layers counted over the whole model) and what it is made of.
 
     ``transposed``: see :class:`~mindspeed_llm.models.family.ParamMap`. ``exported`` is false for the second copy of a
-    tied embedding: it is filled, but not written.
+    tied embedding: it is filled, but not written. ``expert``: the one that the tensor belongs to, counted over the
+    whole model; its ``shard`` is then over expert-tensor-parallel ranks.
     """
 
     mcore: str
@@ -26,6 +28,7 @@ class WeightEntry:
     shard: Shard
     transposed: bool = False
     exported: bool = True
+    expert: int | None = None
 
 
 @dataclass(frozen=True)
@@ -59,21 +62,23 @@ def compile_names(family: ModelFamily, values: Mapping[str, Any]) -> NameTable:
     """The table of ``family`` for one model.
 
     Args:
-        values: ``num_layers``, ``untie_embeddings_and_output_weights``, and what ``when`` in the table names.
+        values: ``num_layers``, ``untie_embeddings_and_output_weights``, ``num_moe_experts`` of a mixture, and what
+            ``when`` in the table names.
     """
     maps = [weight for weight in family.weights if isinstance(weight, ParamMap)]
     maps = [weight for weight in maps if weight.when is None or values[weight.when]]
     by_mcore = {weight.mcore: weight for weight in maps}
     entries: dict[str, WeightEntry] = {}
     tied: dict[str, str] = {}
-    for weight, layer in _in_order(maps, values["num_layers"]):
+    for weight, layer, expert in _in_order(maps, values):
         source, exported = weight, True
         if weight.tied_to is not None and not values["untie_embeddings_and_output_weights"]:
             source, exported = by_mcore[weight.tied_to], False
             tied.update(zip(weight.hf, source.hf, strict=True))
-        name = weight.mcore.replace(_LAYER, layer)
-        hf = tuple(hf_name.replace(_LAYER, layer) for hf_name in source.hf)
-        entries[name] = WeightEntry(name, hf, source.transform, source.shard, source.transposed, exported)
+        name, *hf = (text.replace(_LAYER, layer).replace(_EXPERT, str(expert)) for text in (weight.mcore, *source.hf))
+        entries[name] = WeightEntry(
+            name, tuple(hf), source.transform, source.shard, source.transposed, exported, expert
+        )
     dropped = tuple(
         re.compile(re.escape(weight.hf).replace(re.escape(_LAYER), r"\d+"))
         for weight in family.weights
@@ -82,12 +87,16 @@ def compile_names(family: ModelFamily, values: Mapping[str, Any]) -> NameTable:
     return NameTable(entries, tied, dropped)
 
 
-def _in_order(maps: Iterable[ParamMap], num_layers: int) -> Iterable[tuple[ParamMap, str]]:
-    """Embedding first, then layer by layer, then the rest."""
+def _in_order(maps: Iterable[ParamMap], values: Mapping[str, Any]) -> Iterable[tuple[ParamMap, str, int | None]]:
+    """Embedding first, then layer by layer, in a layer expert by expert, then the rest."""
     plain = [weight for weight in maps if _LAYER not in weight.mcore]
     layered = [weight for weight in maps if _LAYER in weight.mcore]
     first = [weight for weight in plain if weight.mcore.startswith("embedding.")]
-    yield from ((weight, "") for weight in first)
-    for layer in range(num_layers):
-        yield from ((weight, str(layer)) for weight in layered)
-    yield from ((weight, "") for weight in plain if weight not in first)
+    mixed = layers_of_experts(values)
+    yield from ((weight, "", None) for weight in first)
+    for layer in range(values["num_layers"]):
+        kinds = [weight for weight in layered if weight.experts in (None, mixed[layer])]
+        yield from ((weight, str(layer), None) for weight in kinds if _EXPERT not in weight.mcore)
+        for expert in range(values["num_moe_experts"] if mixed[layer] else 0):
+            yield from ((weight, str(layer), expert) for weight in kinds if _EXPERT in weight.mcore)
+    yield from ((weight, "", None) for weight in plain if weight not in first)

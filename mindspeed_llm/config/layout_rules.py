@@ -265,8 +265,6 @@ def planned_parallelism_is_off(cfg: RunConfig) -> Iterator[ConfigError]:
     t, instances = cfg.transformer, cfg.ddp.num_distributed_optimizer_instances
     for name, size, what in (
         ("--context-parallel-size", t.context_parallel_size, "context parallelism"),
-        ("--expert-model-parallel-size", t.expert_model_parallel_size, "mixture of experts"),
-        ("--expert-tensor-parallel-size", t.expert_tensor_parallel_size, "mixture of experts"),
         ("--num-distributed-optimizer-instances", instances, "the distributed features"),
     ):
         if size not in (None, 1):

@@ -128,12 +128,10 @@ def build_chunks(cfg: RunConfig, config: SuiteTransformerConfig) -> list[Megatro
 
 
 def _build_chunk(cfg: RunConfig, config: SuiteTransformerConfig, stage: int | None) -> SuiteGPTModel:
-    from megatron.core.transformer.transformer_block import get_num_layers_to_build
-
     model = cfg.model
     return SuiteGPTModel(
         config,
-        gpt_block_spec(config, get_num_layers_to_build(config, vp_stage=stage)),
+        gpt_block_spec(config, stage),
         vocab_size=model.padded_vocab_size,
         max_sequence_length=model.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),

@@ -22,3 +22,19 @@ def pipeline_group() -> dist.ProcessGroup:
 def data_group() -> dist.ProcessGroup:
     """Replicas of this rank: data and context parallel."""
     return cast(dist.ProcessGroup, parallel_state.get_data_parallel_group(with_context_parallel=True))
+
+
+def expert_group() -> dist.ProcessGroup:
+    """Ranks of one stage that hold the experts of its layers between them, and the parts of each: those of the first
+    experts come first."""
+    return cast(dist.ProcessGroup, parallel_state.get_expert_tensor_and_model_parallel_group())
+
+
+def expert_tensor_group() -> dist.ProcessGroup:
+    """Ranks that hold parts of the same experts."""
+    return cast(dist.ProcessGroup, parallel_state.get_expert_tensor_parallel_group())
+
+
+def expert_data_group() -> dist.ProcessGroup:
+    """Replicas of this rank's experts."""
+    return cast(dist.ProcessGroup, parallel_state.get_expert_data_parallel_group())

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from mindspeed_llm.core.optimizer.adam import Adam
 from mindspeed_llm.device import current
@@ -49,12 +50,50 @@ def _load_scaler(self: Any, state_dict: dict[str, Any]) -> None:
     self._hysteresis_tracker = state_dict["hysteresis_tracker"]
 
 
+def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Waits for the device, unlike megatron-core's copy on a stream of its own."""
+    if not torch.is_tensor(tensor):
+        return tensor
+    return tensor.cpu().numpy() if as_numpy else tensor.cpu()
+
+
 def _contiguous_first(reduce: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(reduce)
     def contiguous_reduce(input_: torch.Tensor, group: Any) -> torch.Tensor:
         return reduce(input_.contiguous(), group)
 
     return contiguous_reduce
+
+
+def _uneven_gather(gather: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(gather)
+    def gather_parts(
+        input_: torch.Tensor, group: Any, output_split_sizes: list[int] | None = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(input_, group, output_split_sizes, use_global_buffer)
+        ranks, rows = group.size(), input_.shape[0]
+        output = input_.new_empty(sum(output_split_sizes), *input_.shape[1:])
+        whole = input_.repeat(ranks, *[1] * (input_.dim() - 1))
+        dist.all_to_all_single(output, whole, output_split_sizes, [rows] * ranks, group=group)
+        return output
+
+    return gather_parts
+
+
+def _uneven_scatter(scatter: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(scatter)
+    def scatter_parts(
+        input_: torch.Tensor, group: Any, input_split_sizes: list[int] | None = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return scatter(input_, group, input_split_sizes, use_global_buffer)
+        ranks, rows = group.size(), input_split_sizes[group.rank()]
+        parts = input_.new_empty(ranks * rows, *input_.shape[1:])
+        dist.all_to_all_single(parts, input_.contiguous(), [rows] * ranks, input_split_sizes, group=group)
+        return parts.view(ranks, rows, *input_.shape[1:]).sum(0)
+
+    return scatter_parts
 
 
 def _alias_what_is_sent(send: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,6 +175,27 @@ def _off_cuda() -> list[Patch]:
                 f"{_DISTRIBUTED}:DistributedOptimizer.get_parameter_state_dp_zero",
                 "megatron.core.dist_checkpointing.exchange_utils:exchange_loaded_tensors_broadcast",
             )
+        ),
+        *(
+            Patch(
+                target=f"megatron.core.tensor_parallel.mappings:{name}",
+                kind="wrap",
+                new=new,
+                why="gathers or scatters parts of different sizes, which gloo refuses",
+                remove_when="megatron-core does it with an all-to-all",
+            )
+            for name, new in (
+                ("_gather_along_first_dim", _uneven_gather),
+                ("_reduce_scatter_along_first_dim", _uneven_scatter),
+            )
+        ),
+        Patch(
+            target="megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
+            kind="replace",
+            new=_on_host,
+            rebind=("megatron.core.transformer.moe.token_dispatcher",),
+            why="brings the sizes of all-to-all messages to the host only from CUDA",
+            remove_when="megatron-core brings them from any device",
         ),
         Patch(
             target="megatron.core.optimizer.grad_scaler:DynamicGradScaler.load_state_dict",

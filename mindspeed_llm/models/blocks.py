@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from mindspeed_llm.models.family import Column, Drop, GateUp, ParamMap, QkvByGroup, Row, Vocab
 
 EMBEDDING_AND_HEAD = (
@@ -35,6 +37,9 @@ SPLIT_GATED_MLP = (
     ParamMap(_MCORE + "mlp.linear_fc2.weight", (_HF + "mlp.down_proj.weight",), shard=Row()),
 )
 """gate and up apart."""
+
+DENSE_LAYERS_MLP = tuple(dataclasses.replace(weight, experts=False) for weight in SPLIT_GATED_MLP)
+"""The same, in the layers of a mixture of experts that have none."""
 
 FUSED_GATED_MLP = (
     # Gate rows, then up rows: megatron-core's order.

@@ -217,12 +217,14 @@ Shard = Replicated | Column | Row | Vocab
 
 @dataclass(frozen=True)
 class ParamMap:
-    """One megatron-core tensor and the Hugging Face tensors it is made of. ``{l}`` is the layer, counted from 0.
+    """One megatron-core tensor and the Hugging Face tensors it is made of. ``{l}`` is the layer, ``{e}`` the expert,
+    counted from 0 over the whole model.
 
     Args:
         when: a field that must be true for the tensor to exist.
         transposed: the Hugging Face tensors stand as ``[in, out]`` (GPT-2's Conv1D), megatron-core's as ``[out, in]``.
         tied_to: with tied embeddings the tensor is no weight of its own but a copy of this one.
+        experts: the tensor is in layers with a mixture of experts alone, or in the others alone; None: in every layer.
     """
 
     mcore: str
@@ -232,6 +234,7 @@ class ParamMap:
     when: str | None = None
     transposed: bool = False
     tied_to: str | None = None
+    experts: bool | None = None
 
 
 @dataclass(frozen=True)

@@ -181,6 +181,7 @@ _PLAIN: Mapping[str, Any] = {
     "qk_layernorm": False,
     "qk_norm_over_heads": False,
     "gated_linear_unit": True,
+    "num_moe_experts": None,
     "rotary_percent": 1.0,
     "rotary_interleaved": False,
     "rotary_base_local": None,

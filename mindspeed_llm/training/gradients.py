@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from mindspeed_llm.checkpoint.engine import iter_hf_weights, live_tensors
-from mindspeed_llm.core.groups import data_group
+from mindspeed_llm.checkpoint.engine import live_tensors
+from mindspeed_llm.checkpoint.export import iter_hf_weights
 from mindspeed_llm.training.state import Run
 from mindspeed_llm.training.weights import family_of, parallel_groups
 
@@ -33,9 +33,10 @@ def iter_gradients(run: Run) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _gather_sharded_gradients(run: Run) -> None:
     """With the distributed optimizer each replica has reduced only its share of a bucket."""
-    group = data_group()
     for chunk in run.chunks:
-        for buffer in chunk.buffers:
+        # Experts have fewer replicas than the rest.
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            group = buffer.data_parallel_group
             for bucket in buffer.buckets:
                 own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, own, group=group)

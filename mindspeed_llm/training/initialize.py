@@ -59,6 +59,8 @@ def initialize(cfg: RunConfig) -> None:
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
+        expert_model_parallel_size=layout.expert_model_parallel_size,
+        expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
         distributed_timeout_minutes=cfg.distributed.distributed_timeout_minutes,  # pyright: ignore
         # The second set of groups is for saves from a device whose backend cannot move CPU tensors.
         create_gloo_process_groups=device.type != "cpu",

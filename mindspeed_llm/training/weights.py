@@ -11,9 +11,17 @@ import torch
 
 from mindspeed_llm.checkpoint import hf_io
 from mindspeed_llm.checkpoint.convert.legacy_load import load_tree_weights
-from mindspeed_llm.checkpoint.engine import ParallelGroups, check_export, load_hf_weights, save_hf
+from mindspeed_llm.checkpoint.engine import load_hf_weights
+from mindspeed_llm.checkpoint.export import ParallelGroups, check_export, save_hf
 from mindspeed_llm.config.run import RunConfig
-from mindspeed_llm.core.groups import data_group, pipeline_group, tensor_group
+from mindspeed_llm.core.groups import (
+    data_group,
+    expert_data_group,
+    expert_group,
+    expert_tensor_group,
+    pipeline_group,
+    tensor_group,
+)
 from mindspeed_llm.errors import CheckpointError, ConfigError, SuiteError
 from mindspeed_llm.models.family import ModelFamily
 from mindspeed_llm.models.registry import family_by_name, hf_config_path
@@ -46,6 +54,7 @@ def load_from_hf(cfg: RunConfig, folder: Path, chunks: list[Any]) -> None:
         folder,
         tp_rank=tensor_group().rank(),
         tp_size=tensor_group().size(),
+        etp=(expert_tensor_group().rank(), expert_tensor_group().size()),
         cfg=cfg,
     )
 
@@ -64,7 +73,14 @@ def load_from_tree(cfg: RunConfig, folder: Path, chunks: list[Any]) -> None:
 
 def parallel_groups() -> ParallelGroups:
     """This rank's groups, as the conversion engine takes them."""
-    return ParallelGroups(tp=tensor_group(), pp=pipeline_group(), dp=data_group())
+    return ParallelGroups(
+        tp=tensor_group(),
+        pp=pipeline_group(),
+        dp=data_group(),
+        experts=expert_group(),
+        etp=expert_tensor_group(),
+        edp=expert_data_group(),
+    )
 
 
 def hf_source(cfg: RunConfig) -> Path | None:

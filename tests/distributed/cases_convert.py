@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import mindspeed_llm.core  # noqa: F401  brings megatron-core in behind its seam
-from mindspeed_llm.checkpoint import engine, hf_io
+from mindspeed_llm.checkpoint import export, hf_io
 from mindspeed_llm.core.build import build_chunks, transformer_config
 from mindspeed_llm.models.registry import family_for
 from mindspeed_llm.training.initialize import initialize
@@ -49,7 +49,7 @@ def load(folder: Path, converted: Path, ids: torch.Tensor | None = None, **flags
     for name, chunk in zip(names, chunks, strict=True):
         chunk.load_state_dict(loaded[name])
     family = family_for(hf_io.read_config(folder))
-    stream = engine.iter_hf_weights(chunks, family, cfg, groups=parallel_groups())
+    stream = export.iter_hf_weights(chunks, family, cfg, groups=parallel_groups())
     found: dict[str, Any] = {"weights": {name: tensor.clone() for name, tensor in stream}, "saved": saved}
     if ids is not None:
         positions = torch.arange(ids.shape[1]).expand_as(ids)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import mindspeed_llm.core  # noqa: F401  brings megatron-core in behind its seam
-from mindspeed_llm.checkpoint import engine, hf_io
+from mindspeed_llm.checkpoint import engine, export, hf_io
 from mindspeed_llm.config.resolve import from_values
 from mindspeed_llm.config.run import RunConfig
 from mindspeed_llm.core.build import build_chunks, transformer_config, wrap_ddp
@@ -33,9 +33,9 @@ def configuration(folder: Path, **flags: Any) -> RunConfig:
     return from_values({**values, **common, **flags}, world_size=dist.get_world_size())
 
 
-def parallel_groups() -> engine.ParallelGroups:
+def parallel_groups() -> export.ParallelGroups:
     groups: Any = parallel_state
-    return engine.ParallelGroups(
+    return export.ParallelGroups(
         tp=groups.get_tensor_model_parallel_group(),
         pp=groups.get_pipeline_model_parallel_group(),
         dp=groups.get_data_parallel_group(with_context_parallel=True),
@@ -68,8 +68,8 @@ def round_trip(folder: Path, out: Path, wrapped: bool, **flags: Any) -> dict[str
     chunks = load(folder, cfg, wrapped)
     family = family_for(hf_io.read_config(folder))
     groups = parallel_groups()
-    stream = {name: tensor.clone() for name, tensor in engine.iter_hf_weights(chunks, family, cfg, groups=groups)}
-    engine.save_hf(chunks, family, cfg, out, dtype=torch.float32, groups=groups, source=folder, max_shard_bytes=100_000)
+    stream = {name: tensor.clone() for name, tensor in export.iter_hf_weights(chunks, family, cfg, groups=groups)}
+    export.save_hf(chunks, family, cfg, out, dtype=torch.float32, groups=groups, source=folder, max_shard_bytes=100_000)
     live = {name: tensor.detach().clone() for name, tensor in engine.live_tensors(chunks).items()}
     return {"stream": stream, "live": live}
 

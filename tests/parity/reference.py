@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from transformers.core_model_loading import revert_weight_conversion
 
 from mindspeed_llm.models.registry import family_for
 from tests.fixtures import ORACLE
@@ -108,10 +109,12 @@ def token_batches(seed: int, vocab: int, steps: int = STEPS, batch: int = GLOBAL
     return torch.randint(0, vocab, (steps, batch, SEQUENCE + 1), generator=generator)
 
 
-def family_names(folder: Path, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of :func:`load_model`'s parameters under the names, and in the layout, of the folder."""
+def family_names(folder: Path, model: Any, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of the parameters of ``model``, which :func:`load_model` made, under the names and in the layout of the
+    folder."""
     if not (folder / ORACLE).exists():
-        return dict(own)
+        # transformers keeps all experts of a layer in one tensor, and writes each by itself.
+        return revert_weight_conversion(model, dict(own))
     config = json.loads((folder / "config.json").read_text())
     return ORACLES[family_for(config).name].relay(own, config)
 
@@ -139,7 +142,7 @@ def train(folder: Path, seed: int, gradients: Path) -> Reference:
         loss = mean_loss(model, batch)
         loss.backward()
         if not trace.losses:
-            found = family_names(folder, {name: p.grad for name, p in named.items() if p.grad is not None})
+            found = family_names(folder, model, {name: p.grad for name, p in named.items() if p.grad is not None})
             save_file({name: gradient.contiguous() for name, gradient in found.items()}, gradients)
         norm = torch.nn.utils.clip_grad_norm_(itertools.chain(*(g["params"] for g in groups)), RECIPE["clip_grad"])
         optimizer.step()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from mindspeed_llm.config.layers import layers_of_experts
 from mindspeed_llm.core.transformer.attention import CoreAttention
 from mindspeed_llm.core.transformer.config import SuiteTransformerConfig
+from mindspeed_llm.core.transformer.experts import Mixture
 from mindspeed_llm.core.transformer.layer import SuiteSelfAttention, SuiteTransformerLayer
 from mindspeed_llm.core.transformer.norms import HeadsRMSNorm, KeyHeadsRMSNorm, LayerNorm, RMSNorm, norm_type
 
@@ -14,8 +16,12 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 
 
 class SuiteSpecProvider(LocalSpecProvider):
@@ -30,8 +36,8 @@ class SuiteSpecProvider(LocalSpecProvider):
         return CoreAttention
 
 
-def gpt_layer_spec(config: SuiteTransformerConfig) -> ModuleSpec:
-    """A dense decoder layer: self-attention and MLP, each with its norms and a residual."""
+def gpt_layer_spec(config: SuiteTransformerConfig, *, experts: bool = False) -> ModuleSpec:
+    """A decoder layer: self-attention and MLP, or a mixture of experts, each with its norms and a residual."""
     backend = SuiteSpecProvider()
     norm = norm_type(config)
     pre_norm = norm if config.pre_norm else IdentityOp
@@ -56,12 +62,15 @@ def gpt_layer_spec(config: SuiteTransformerConfig) -> ModuleSpec:
             ),
             self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]  a function, as upstream
             pre_mlp_layernorm=pre_norm,
-            mlp=get_mlp_module_spec_for_backend(backend=backend),
+            mlp=Mixture if experts else get_mlp_module_spec_for_backend(backend=backend),
             mlp_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]
         ),
     )
 
 
-def gpt_block_spec(config: SuiteTransformerConfig, layers: int) -> TransformerBlockSubmodules:
-    """``layers`` equal layers and the final norm of a pipeline chunk."""
-    return TransformerBlockSubmodules(layer_specs=[gpt_layer_spec(config)] * layers, layer_norm=norm_type(config))  # pyright: ignore
+def gpt_block_spec(config: SuiteTransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers and the final norm of one pipeline chunk; needs ``parallel_state``."""
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    kinds = layers_of_experts(vars(config))[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]
+    specs = {kind: gpt_layer_spec(config, experts=kind) for kind in set(kinds)}
+    return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in kinds], layer_norm=norm_type(config))  # pyright: ignore

@@ -11,6 +11,8 @@ _SIZES = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
     "vpp": "num_virtual_stages_per_pipeline_rank",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
     "mbs": "micro_batch_size",
     "divisor": "make_vocab_size_divisible_by",
 }
@@ -25,6 +27,7 @@ _SWITCHES: dict[str, dict[str, Any]] = {
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
     "selective": {"recompute_granularity": "selective"},
+    "alltoall": {"moe_token_dispatcher_type": "alltoall"},
 }
 _WORLD = ("tp", "pp", "dp")
 _SIZED = re.compile(rf"({'|'.join([*_SIZES, 'dp'])})([1-9]\d*)")

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from mindspeed_llm.checkpoint import engine, hf_io
-from mindspeed_llm.checkpoint.engine import ParallelGroups, iter_hf_weights, live_tensors, load_hf_weights, save_hf
+from mindspeed_llm.checkpoint import export, hf_io
+from mindspeed_llm.checkpoint.engine import live_tensors, load_hf_weights
+from mindspeed_llm.checkpoint.export import ParallelGroups, iter_hf_weights, save_hf
 from mindspeed_llm.config.run import RunConfig
 from mindspeed_llm.errors import CheckpointError, ConversionError
 from mindspeed_llm.models.family import ModelFamily
@@ -320,4 +321,4 @@ def test_values_that_the_family_cannot_say_are_found_before_anything_is_written(
     family, cfg = family_and_config(folder)
     other = with_values({**vars(cfg.model), "normalization": "LayerNorm"})
     with pytest.raises(ConversionError, match="normalization has no place"):
-        engine.check_export(family, other, tmp_path / "out", dtype=torch.float32, source=folder)
+        export.check_export(family, other, tmp_path / "out", dtype=torch.float32, source=folder)

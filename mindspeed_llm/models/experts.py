@@ -1,0 +1,149 @@
+"""Rules and weights of mixtures of experts that more than one family uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mindspeed_llm.config.layers import layers_of_experts
+from mindspeed_llm.errors import ConversionError
+from mindspeed_llm.models.family import Column, Const, Derived, GateUp, Ignore, ParamMap, Rename, Row, Rule, Values
+
+_PLAIN: Mapping[str, Any] = {
+    "moe_layer_freq": 1,
+    "moe_router_score_function": "softmax",
+    "moe_router_pre_softmax": False,
+    "moe_router_topk_scaling_factor": None,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "moe_router_enable_expert_bias": False,
+    "moe_shared_expert_intermediate_size": None,
+    "moe_shared_expert_gate": False,
+    "moe_apply_probs_on_input": False,
+}
+"""Experts in every layer; each token goes to the best few by softmax, whose weights sum to one."""
+
+
+def plain_routing(*others: str, **changes: Any) -> Const:
+    """How every model of a family routes: plainly, with ``changes``; the fields ``others`` belong to other rules."""
+    return Const(**{name: value for name, value in {**_PLAIN, **changes}.items() if name not in others})
+
+
+def _size_to_values(hf_config: Values) -> dict[str, Any]:
+    return {"moe_ffn_hidden_size": hf_config.get("intermediate_size")}
+
+
+def _size_to_hf(values: Values) -> dict[str, Any]:
+    if values["moe_ffn_hidden_size"] != values["ffn_hidden_size"]:
+        raise ConversionError(
+            "experts have the size of intermediate_size in this family",
+            got=values["moe_ffn_hidden_size"],
+            allowed=values["ffn_hidden_size"],
+        )
+    return {}
+
+
+EXPERTS_OF_MLP_SIZE = Derived(to_values=_size_to_values, to_hf=_size_to_hf, depends=("ffn_hidden_size",))
+"""The experts' hidden size where config.json names only that of the MLP."""
+
+
+def _renormalised_to_values(hf_config: Values) -> dict[str, Any]:
+    return {"moe_router_pre_softmax": not hf_config.get("norm_topk_prob", False)}
+
+
+def _renormalised_to_hf(values: Values) -> dict[str, Any]:
+    return {"norm_topk_prob": not values["moe_router_pre_softmax"]}
+
+
+RENORMALISED = Derived("norm_topk_prob", to_values=_renormalised_to_values, to_hf=_renormalised_to_hf)
+"""The weights of a token's experts are shares of all experts, or of those few; megatron-core's softmax comes before or
+after their choice."""
+
+
+def _sparse_to_values(hf_config: Values) -> dict[str, Any]:
+    step, dense = hf_config.get("decoder_sparse_step", 1), hf_config.get("mlp_only_layers") or ()
+    layers = range(hf_config["num_hidden_layers"])
+    pattern = tuple(int(layer not in dense and (layer + 1) % step == 0) for layer in layers)
+    return {"moe_layer_freq": 1 if all(pattern) else pattern}
+
+
+def _sparse_to_hf(values: Values) -> dict[str, Any]:
+    dense = [layer for layer, experts in enumerate(layers_of_experts(values)) if not experts]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+SPARSE_LAYERS = Derived(
+    "decoder_sparse_step",
+    "mlp_only_layers",
+    to_values=_sparse_to_values,
+    to_hf=_sparse_to_hf,
+    depends=("num_layers",),
+)
+"""Which layers have experts, as Qwen's configurations say it."""
+
+TRAINING_OF_THE_ROUTER = Ignore(
+    "router_aux_loss_coef",
+    "output_router_logits",
+    why="transformers' way to train the router; --moe-aux-loss-coeff is ours",
+)
+
+
+def number_of_experts(*keys: str) -> tuple[Rule, ...]:
+    """Rules for how many experts there are, by the first of ``keys`` (the one that is written) that config.json has, and
+    how many a token goes to."""
+
+    def to_values(hf_config: Values) -> dict[str, Any]:
+        for key in keys:
+            if hf_config.get(key):
+                return {"num_moe_experts": hf_config[key]}
+        raise ConversionError(f"config.json lacks {keys[0]!r}")
+
+    def to_hf(values: Values) -> dict[str, Any]:
+        return {keys[0]: values["num_moe_experts"]}
+
+    return Derived(*keys, to_values=to_values, to_hf=to_hf), Rename("num_experts_per_tok", "moe_router_topk")
+
+
+_MCORE = "decoder.layers.{l}.mlp."
+
+
+SHARED_EXPERT = (
+    ParamMap(
+        _MCORE + "shared_experts.linear_fc1.weight",
+        tuple(f"model.layers.{{l}}.mlp.shared_expert.{name}_proj.weight" for name in ("gate", "up")),
+        GateUp(),
+        Column(parts=2),
+        experts=True,
+    ),
+    ParamMap(
+        _MCORE + "shared_experts.linear_fc2.weight",
+        ("model.layers.{l}.mlp.shared_expert.down_proj.weight",),
+        shard=Row(),
+        experts=True,
+    ),
+    ParamMap(_MCORE + "shared_experts.gate_weight", ("model.layers.{l}.mlp.shared_expert_gate.weight",), experts=True),
+)
+"""An expert that every token goes to, with a gate of its own, by Qwen's names."""
+
+
+def routed_experts(place: str, gate: str, up: str, down: str) -> tuple[ParamMap, ...]:
+    """Router and experts of a layer.
+
+    Args:
+        place: Hugging Face's module of them, such as ``model.layers.{l}.mlp``.
+        gate: the name of an expert's gate matrix.
+        up: of its up matrix.
+        down: of its down matrix.
+    """
+    expert = place + ".experts.{e}."
+    return (
+        ParamMap(_MCORE + "router.weight", (place + ".gate.weight",), experts=True),
+        ParamMap(
+            _MCORE + "experts.linear_fc1.weight{e}",
+            (f"{expert}{gate}.weight", f"{expert}{up}.weight"),
+            GateUp(),
+            Column(parts=2),
+            experts=True,
+        ),
+        ParamMap(_MCORE + "experts.linear_fc2.weight{e}", (f"{expert}{down}.weight",), shard=Row(), experts=True),
+    )
