@@ -29,6 +29,7 @@ class WeightEntry:
     transposed: bool = False
     exported: bool = True
     expert: int | None = None
+    trained: bool = True
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ def compile_names(family: ModelFamily, values: Mapping[str, Any]) -> NameTable:
     """
     maps = [weight for weight in family.weights if isinstance(weight, ParamMap)]
     maps = [weight for weight in maps if weight.when is None or values[weight.when]]
+    maps = [weight for weight in maps if weight.unless is None or not values[weight.unless]]
     by_mcore = {weight.mcore: weight for weight in maps}
     entries: dict[str, WeightEntry] = {}
     tied: dict[str, str] = {}
@@ -77,7 +79,14 @@ def compile_names(family: ModelFamily, values: Mapping[str, Any]) -> NameTable:
             tied.update(zip(weight.hf, source.hf, strict=True))
         name, *hf = (text.replace(_LAYER, layer).replace(_EXPERT, str(expert)) for text in (weight.mcore, *source.hf))
         entries[name] = WeightEntry(
-            name, tuple(hf), source.transform, source.shard, source.transposed, exported, expert
+            name,
+            tuple(hf),
+            source.transform,
+            source.shard,
+            source.transposed,
+            exported,
+            expert,
+            source.trained,
         )
     dropped = tuple(
         re.compile(re.escape(weight.hf).replace(re.escape(_LAYER), r"\d+"))

@@ -27,8 +27,9 @@ EXPOSED = names(
     rotary_interleaved window_size window_attn_skip_freq normalization qk_layernorm
     calculate_per_token_loss no_rope_freq init_method_std embedding_init_method_std
     bias_activation_fusion transformer_impl recompute_granularity recompute_method recompute_num_layers
-    num_moe_experts moe_ffn_hidden_size moe_layer_freq moe_shared_expert_intermediate_size moe_shared_expert_gate
-    moe_shared_expert_overlap moe_router_load_balancing_type moe_router_topk moe_router_num_groups
+    multi_latent_attention num_moe_experts moe_ffn_hidden_size moe_layer_freq
+    moe_shared_expert_intermediate_size moe_shared_expert_gate moe_shared_expert_overlap
+    moe_router_load_balancing_type moe_router_topk moe_router_num_groups
     moe_router_group_topk moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_score_function
     moe_router_dtype moe_router_enable_expert_bias moe_router_bias_update_rate moe_router_force_load_balancing
     moe_aux_loss_coeff moe_z_loss_coeff moe_input_jitter_eps moe_token_dispatcher_type moe_expert_capacity_factor

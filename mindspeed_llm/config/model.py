@@ -85,6 +85,21 @@ class ModelConfig:
     short_factor: tuple[float, ...] | None = None
     """longrope scaling: divisors of the rotary frequencies for all other sequences."""
 
+    q_lora_rank: int | None = None
+    """Latent attention: channels that the queries of all heads are made of; by default the hidden state's."""
+
+    kv_lora_rank: int | None = None
+    """Latent attention: channels that the keys and values of all heads are made of."""
+
+    qk_head_dim: int = option(128, flags=("--qk-nope-head-dim",))
+    """Latent attention: channels of a query or key that are not rotated."""
+
+    qk_pos_emb_head_dim: int = option(64, flags=("--qk-rope-head-dim",))
+    """Latent attention: channels of a query or key that are rotated; all heads share the key's."""
+
+    v_head_dim: int = 128
+    """Latent attention: channels of a value."""
+
     embedding_multiplier: float = option(1.0, flags=("--scale-emb", "--embedding-multiplier-scale"))
     """Factor on the embeddings as they enter the first layer."""
 

@@ -85,6 +85,8 @@ def transformer_config(cfg: RunConfig) -> SuiteTransformerConfig:
         **scaled,
         **given,
         activation_func=ACTIVATIONS[model.activation_func],
+        # megatron-core's own is not used: core/transformer/latent.py says why.
+        multi_latent_attention=False,
         alibi=model.position_embedding_type == "alibi",
         params_dtype=dtype,
         pipeline_dtype=dtype,

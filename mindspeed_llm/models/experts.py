@@ -81,6 +81,44 @@ SPARSE_LAYERS = Derived(
 )
 """Which layers have experts, as Qwen's configurations say it."""
 
+
+def _first_dense_to_values(hf_config: Values) -> dict[str, Any]:
+    dense, layers = hf_config.get("first_k_dense_replace") or 0, hf_config["num_hidden_layers"]
+    return {"moe_layer_freq": (0,) * dense + (1,) * (layers - dense) if dense else 1}
+
+
+def _first_dense_to_hf(values: Values) -> dict[str, Any]:
+    kinds = layers_of_experts(values)
+    dense = kinds.index(True) if True in kinds else len(kinds)
+    if not all(kinds[dense:]):
+        raise ConversionError(
+            "only the first layers can be without experts in this family", got=values["moe_layer_freq"]
+        )
+    return {"first_k_dense_replace": dense}
+
+
+FIRST_LAYERS_DENSE = Derived(
+    "first_k_dense_replace", to_values=_first_dense_to_values, to_hf=_first_dense_to_hf, depends=("num_layers",)
+)
+"""How many layers at the start have no experts."""
+
+
+def shared_experts(key: str) -> Derived:
+    """Rule for experts that every token goes to, as many as ``key`` says, of the size of the others."""
+
+    def to_values(hf_config: Values) -> dict[str, Any]:
+        size = (hf_config.get(key) or 0) * hf_config["moe_intermediate_size"]
+        return {"moe_shared_expert_intermediate_size": size or None}
+
+    def to_hf(values: Values) -> dict[str, Any]:
+        whole, size = values["moe_shared_expert_intermediate_size"] or 0, values["moe_ffn_hidden_size"]
+        if whole % size:
+            raise ConversionError("shared experts are as large as the others in this family", got=f"{whole}, {size}")
+        return {key: whole // size}
+
+    return Derived(key, to_values=to_values, to_hf=to_hf, depends=("moe_ffn_hidden_size",))
+
+
 TRAINING_OF_THE_ROUTER = Ignore(
     "router_aux_loss_coef",
     "output_router_logits",
@@ -89,8 +127,8 @@ TRAINING_OF_THE_ROUTER = Ignore(
 
 
 def number_of_experts(*keys: str) -> tuple[Rule, ...]:
-    """Rules for how many experts there are, by the first of ``keys`` (the one that is written) that config.json has, and
-    how many a token goes to."""
+    """Rules for how many experts there are, by the first of ``keys`` that config.json has (the
+    first of all is written), and how many a token goes to."""
 
     def to_values(hf_config: Values) -> dict[str, Any]:
         for key in keys:
@@ -107,20 +145,24 @@ def number_of_experts(*keys: str) -> tuple[Rule, ...]:
 _MCORE = "decoder.layers.{l}.mlp."
 
 
+def shared_expert_weights(place: str) -> tuple[ParamMap, ...]:
+    """The experts that every token goes to, which are one; ``place`` is Hugging Face's module of it."""
+    return (
+        ParamMap(
+            _MCORE + "shared_experts.linear_fc1.weight",
+            (f"{place}.gate_proj.weight", f"{place}.up_proj.weight"),
+            GateUp(),
+            Column(parts=2),
+            experts=True,
+        ),
+        ParamMap(
+            _MCORE + "shared_experts.linear_fc2.weight", (f"{place}.down_proj.weight",), shard=Row(), experts=True
+        ),
+    )
+
+
 SHARED_EXPERT = (
-    ParamMap(
-        _MCORE + "shared_experts.linear_fc1.weight",
-        tuple(f"model.layers.{{l}}.mlp.shared_expert.{name}_proj.weight" for name in ("gate", "up")),
-        GateUp(),
-        Column(parts=2),
-        experts=True,
-    ),
-    ParamMap(
-        _MCORE + "shared_experts.linear_fc2.weight",
-        ("model.layers.{l}.mlp.shared_expert.down_proj.weight",),
-        shard=Row(),
-        experts=True,
-    ),
+    *shared_expert_weights("model.layers.{l}.mlp.shared_expert"),
     ParamMap(_MCORE + "shared_experts.gate_weight", ("model.layers.{l}.mlp.shared_expert_gate.weight",), experts=True),
 )
 """An expert that every token goes to, with a gate of its own, by Qwen's names."""
@@ -147,3 +189,8 @@ def routed_experts(place: str, gate: str, up: str, down: str) -> tuple[ParamMap,
         ),
         ParamMap(_MCORE + "experts.linear_fc2.weight{e}", (f"{expert}{down}.weight",), shard=Row(), experts=True),
     )
+
+
+def balancing_bias(name: str) -> ParamMap:
+    """What is added to each expert's score when experts are chosen, and learnt from their load alone."""
+    return ParamMap(_MCORE + "router.expert_bias", (name,), experts=True, trained=False)

@@ -221,9 +221,11 @@ class ParamMap:
     counted from 0 over the whole model.
 
     Args:
-        when: a field that must be true for the tensor to exist.
+        when: a field that must be true (or not None, not 0) for the tensor to exist.
+        unless: a field that must not be.
         transposed: the Hugging Face tensors stand as ``[in, out]`` (GPT-2's Conv1D), megatron-core's as ``[out, in]``.
         tied_to: with tied embeddings the tensor is no weight of its own but a copy of this one.
+        trained: it gets a gradient.
         experts: the tensor is in layers with a mixture of experts alone, or in the others alone; None: in every layer.
     """
 
@@ -232,9 +234,11 @@ class ParamMap:
     transform: Transform = Copy()
     shard: Shard = Replicated()
     when: str | None = None
+    unless: str | None = None
     transposed: bool = False
     tied_to: str | None = None
     experts: bool | None = None
+    trained: bool = True
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ ENTRY_POINT_GROUP = "mindspeed_llm.families"
 CONFIG = "config.json"
 CONFIGS = Path(__file__).with_name("configs")
 """A folder for each published model whose architecture ``--hf-config`` knows by name."""
-_NOT_FAMILIES = frozenset({"blocks", "experts", "family", "registry", "rope", "rules", "windows"})
+_NOT_FAMILIES = frozenset({"blocks", "experts", "family", "latent", "registry", "rope", "rules", "windows"})
 
 
 @functools.cache

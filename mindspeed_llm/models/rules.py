@@ -182,6 +182,7 @@ _PLAIN: Mapping[str, Any] = {
     "qk_norm_over_heads": False,
     "gated_linear_unit": True,
     "num_moe_experts": None,
+    "multi_latent_attention": False,
     "rotary_percent": 1.0,
     "rotary_interleaved": False,
     "rotary_base_local": None,

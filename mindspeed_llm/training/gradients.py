@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from mindspeed_llm.checkpoint.engine import live_tensors
 from mindspeed_llm.checkpoint.export import iter_hf_weights
+from mindspeed_llm.checkpoint.names import compile_names
+from mindspeed_llm.models.family import values_of
 from mindspeed_llm.training.state import Run
 from mindspeed_llm.training.weights import family_of, parallel_groups
 
@@ -26,7 +28,16 @@ def iter_gradients(run: Run) -> Iterator[tuple[str, torch.Tensor]]:
     for parameter in parameters:
         parameter.data = parameter.main_grad  # type: ignore[attr-defined]
     # Not through the API, which would first bring parameters up to date, and to the next forward pass they would be so.
-    yield from iter_hf_weights(run.chunks, family_of(run.cfg), run.cfg, groups=parallel_groups())
+    family = family_of(run.cfg)
+    without = {
+        name
+        for entry in compile_names(family, values_of(run.cfg)).entries.values()
+        for name in entry.hf
+        if not entry.trained
+    }
+    for name, gradient in iter_hf_weights(run.chunks, family, run.cfg, groups=parallel_groups()):
+        if name not in without:
+            yield name, gradient
     for parameter, weight in zip(parameters, weights, strict=True):
         parameter.data = weight
 

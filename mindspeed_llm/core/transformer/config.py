@@ -50,6 +50,17 @@ class SuiteTransformerConfig(TransformerConfig):
     alibi: bool = False
     """Scores fall linearly with the distance, at a slope of each head's own."""
 
+    kv_lora_rank: int | None = None
+    """Channels that the keys and values of all heads are made of; None: each head has its own (no latent attention)."""
+    q_lora_rank: int | None = None
+    """Channels that the queries of all heads are made of; None: the hidden state's."""
+    qk_head_dim: int = 128
+    """Channels of a latent query or key that are not rotated."""
+    qk_pos_emb_head_dim: int = 64
+    """Those that are; all heads share the key's."""
+    v_head_dim: int = 128
+    """Channels of a latent value."""
+
     rotary_base_local: float | None = None
     """Theta of the layers with a window, which then know no scaling; None: all layers turn alike."""
     rope_scaling_type: Literal["linear", "dynamic", "yarn", "llama3", "longrope"] | None = None

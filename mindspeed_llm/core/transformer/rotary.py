@@ -84,7 +84,7 @@ class ScaledRotaryEmbedding(RotaryEmbedding):
         self, config: SuiteTransformerConfig, rotary_percent: float, rotary_base: float, cp_group: Any
     ) -> None:
         super().__init__(
-            kv_channels=config.kv_channels,  # pyright: ignore[reportArgumentType]  derived by now
+            kv_channels=config.qk_pos_emb_head_dim if config.kv_lora_rank else config.kv_channels,  # pyright: ignore
             rotary_percent=rotary_percent,
             rotary_interleaved=config.rotary_interleaved,
             rotary_base=rotary_base,  # pyright: ignore[reportArgumentType]  Hugging Face writes 10000.0

@@ -6,6 +6,7 @@ from mindspeed_llm.config.layers import layers_of_experts
 from mindspeed_llm.core.transformer.attention import CoreAttention
 from mindspeed_llm.core.transformer.config import SuiteTransformerConfig
 from mindspeed_llm.core.transformer.experts import Mixture
+from mindspeed_llm.core.transformer.latent import LatentAttentionSubmodules, LatentSelfAttention
 from mindspeed_llm.core.transformer.layer import SuiteSelfAttention, SuiteTransformerLayer
 from mindspeed_llm.core.transformer.norms import HeadsRMSNorm, KeyHeadsRMSNorm, LayerNorm, RMSNorm, norm_type
 
@@ -36,30 +37,40 @@ class SuiteSpecProvider(LocalSpecProvider):
         return CoreAttention
 
 
+def _self_attention(config: SuiteTransformerConfig) -> ModuleSpec:
+    backend = SuiteSpecProvider()
+    core, projection, norm = backend.core_attention(), backend.row_parallel_linear(), norm_type(config)
+    causal = {"attn_mask_type": AttnMaskType.causal}
+    if config.kv_lora_rank is not None:
+        latent = LatentAttentionSubmodules(core_attention=core, linear_proj=projection, norm=norm)
+        return ModuleSpec(LatentSelfAttention, params=causal, submodules=latent)
+    q_norm = k_norm = norm if config.qk_layernorm else IdentityOp
+    if config.qk_norm_over_heads:
+        q_norm, k_norm = HeadsRMSNorm, KeyHeadsRMSNorm
+    return ModuleSpec(
+        SelfAttention if config.rotary_base_local is None else SuiteSelfAttention,
+        params=causal,
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=backend.column_parallel_linear(),
+            core_attention=core,
+            linear_proj=projection,
+            q_layernorm=q_norm,
+            k_layernorm=k_norm,
+        ),
+    )
+
+
 def gpt_layer_spec(config: SuiteTransformerConfig, *, experts: bool = False) -> ModuleSpec:
     """A decoder layer: self-attention and MLP, or a mixture of experts, each with its norms and a residual."""
     backend = SuiteSpecProvider()
     norm = norm_type(config)
     pre_norm = norm if config.pre_norm else IdentityOp
-    q_norm = k_norm = norm if config.qk_layernorm else IdentityOp
-    if config.qk_norm_over_heads:
-        q_norm, k_norm = HeadsRMSNorm, KeyHeadsRMSNorm
     joins = config.post_norm or config.residual_multiplier != 1.0
     return ModuleSpec(
         module=SuiteTransformerLayer if joins else TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=pre_norm,
-            self_attention=ModuleSpec(
-                module=SelfAttention if config.rotary_base_local is None else SuiteSelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=backend.column_parallel_linear(),
-                    core_attention=backend.core_attention(),
-                    linear_proj=backend.row_parallel_linear(),
-                    q_layernorm=q_norm,
-                    k_layernorm=k_norm,
-                ),
-            ),
+            self_attention=_self_attention(config),
             self_attn_bda=get_bias_dropout_add,  # pyright: ignore[reportArgumentType]  a function, as upstream
             pre_mlp_layernorm=pre_norm,
             mlp=Mixture if experts else get_mlp_module_spec_for_backend(backend=backend),

@@ -27,6 +27,7 @@ _SWITCHES: dict[str, dict[str, Any]] = {
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
     "selective": {"recompute_granularity": "selective"},
+    "fixedbias": {"moe_router_bias_update_rate": 0.0},
     "alltoall": {"moe_token_dispatcher_type": "alltoall"},
 }
 _WORLD = ("tp", "pp", "dp")
