@@ -15,6 +15,7 @@ EMBEDDING, OUTPUT, FINAL_NORM = (
     "output_layer.weight",
     "decoder.final_layernorm.weight",
 )
+EXPERT = re.compile(r"(.+\.mlp\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 

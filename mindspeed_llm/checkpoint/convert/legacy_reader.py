@@ -11,7 +11,7 @@ with that. Tensors stay on the disk until they are read.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -25,6 +25,7 @@ from mindspeed_llm.checkpoint.convert.legacy_args import noop_layers, recorded_v
 from mindspeed_llm.checkpoint.convert.legacy_folders import rank_files
 from mindspeed_llm.checkpoint.convert.legacy_layout import (
     EMBEDDING,
+    EXPERT,
     FINAL_NORM,
     LAYER,
     OUTPUT,
@@ -33,7 +34,7 @@ from mindspeed_llm.checkpoint.convert.legacy_layout import (
     rank_folder,
     shards_of,
 )
-from mindspeed_llm.checkpoint.convert.legacy_spelling import local_name, require_megatron_core
+from mindspeed_llm.checkpoint.convert.legacy_spelling import grouped_name, local_name, require_megatron_core
 from mindspeed_llm.checkpoint.convert.streams import Target
 from mindspeed_llm.checkpoint.hf_io import TensorInfo
 from mindspeed_llm.checkpoint.layout import global_shape, local_columns, local_rows
@@ -78,12 +79,12 @@ class LegacyTree:
         target: the layout; sizes of chunks only where a :class:`Target` can say them.
         values: fields of the run configuration that the files record, and ``num_layers``, which is counted.
         iteration: of the save, as the files have it.
-        parts: by global name, for each expert-parallel rank, which have copies, the tensors of all tensor-parallel
-            ranks.
+        parts: by global name, for each expert-parallel rank that holds it (all have copies of what is no expert's), the
+            tensors of all tensor-parallel ranks.
 
     Raises:
         CheckpointError: ranks or layers are missing, or are of different saves; a file is damaged.
-        ConversionError: not a dense megatron-core model.
+        ConversionError: not a megatron-core model.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -114,10 +115,22 @@ class LegacyTree:
         for key in keys:
             match = LAYER.fullmatch(key)
             name = key if match is None else f"decoder.layers.{numbers[int(match[1])]}.{match[2]}"
-            if name in self.parts:
-                raise ConversionError(f"{name} is on two stages", got=held[0][0].path)
-            self.parts[name] = [[file.chunks[chunk][key] for file in copies] for copies in held]
+            for number, copies in _named(name, held, keys):
+                if number in self.parts:
+                    raise ConversionError(f"{number} is on two stages", got=held[0][0].path)
+                self.parts[number] = [[file.chunks[chunk][key] for file in ranks] for ranks in copies]
         return [Place(stage, chunk, slot) for slot in slots]
+
+
+def _named(name: str, held: Sequence[Sequence[_File]], keys: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """Global names of a tensor, and the ranks that hold each: copies of one, or another expert on each."""
+    match = EXPERT.fullmatch(name)
+    if match is None:
+        yield name, held
+        return
+    experts = 1 + max(int(found[2]) for key in keys if (found := EXPERT.fullmatch(key)))
+    for rank, ranks in enumerate(held):
+        yield f"{match[1]}{rank * experts + int(match[2])}", [ranks]
 
 
 def _values(file: _File) -> dict[str, Any]:
@@ -175,7 +188,7 @@ def _weights(path: Path, model: object) -> Weights:
     if not isinstance(model, dict):
         raise CheckpointError(f"{path}: the model is not a mapping", got=type(model).__name__)
     require_megatron_core(path, [str(key) for key in model])
-    named = {name: value for key, value in model.items() if (name := local_name(str(key))) is not None}
+    named = {grouped_name(name): value for key, value in model.items() if (name := local_name(str(key))) is not None}
     strange = [name for name, value in named.items() if not isinstance(value, Tensor)]
     if strange:
         raise ConversionError(f"{path}: not a tensor", got=", ".join(strange[:4]))

@@ -19,6 +19,8 @@ _FUSED: Mapping[str, str] = {
 }
 """A linear layer that TransformerEngine gives a norm, and the norm."""
 _NORM_IN_LINEAR = re.compile(r"(.*\.layers\.\d+\.)(.+)\.layer_norm_(weight|bias)")
+_EXPERT = re.compile(r"(.*\.mlp\.experts\.)(linear_fc[12]\.(?:weight|bias))\d+")
+_SEQUENTIAL = re.compile(r"(.*\.mlp\.experts\.)local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))")
 _NORM = re.compile(r"(.*\.layers\.\d+\.)(.+layernorm)\.(weight|bias)")
 
 
@@ -46,6 +48,23 @@ def transformer_engine_name(name: str, names: Collection[str]) -> str:
     return f"{match[1]}{linear}.layer_norm_{match[3]}"
 
 
+def sequential_name(name: str, local: int) -> str:
+    """A tensor of an expert as megatron-core's ``SequentialMLP`` calls it, the kind that every software can read.
+
+    Args:
+        name: the tensor's.
+        local: which expert of its rank.
+    """
+    match = _EXPERT.fullmatch(name)
+    return name if match is None else f"{match[1]}local_experts.{local}.{match[2]}"
+
+
+def grouped_name(name: str) -> str:
+    """The inverse of :func:`sequential_name`: the local expert's number is at the end."""
+    match = _SEQUENTIAL.fullmatch(name)
+    return name if match is None else f"{match[1]}{match[3]}{match[2]}"
+
+
 def require_megatron_core(label: object, keys: Collection[str]) -> None:
     """Refuses what other model classes have left.
 
@@ -55,7 +74,6 @@ def require_megatron_core(label: object, keys: Collection[str]) -> None:
     kinds = {
         "language_model": "a model of Megatron-LM from before megatron-core (--use-legacy-models)",
         "lora_A": "a model with LoRA adapters beside its weights",
-        "mlp.experts": "a mixture of experts, which is planned",
     }
     for mark, kind in kinds.items():
         strange = [key for key in keys if mark in key]
@@ -63,6 +81,6 @@ def require_megatron_core(label: object, keys: Collection[str]) -> None:
             raise ConversionError(
                 f"{label} holds {kind}",
                 got=", ".join(sorted(strange)[:3]),
-                allowed="a dense megatron-core model",
+                allowed="a megatron-core model",
                 fix="convert or merge it with the software that wrote it",
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,23 +27,25 @@ from mindspeed_llm.checkpoint.convert.legacy_layout import (
     rank_folder,
     shards_of,
 )
-from mindspeed_llm.checkpoint.convert.legacy_spelling import transformer_engine_name
+from mindspeed_llm.checkpoint.convert.legacy_spelling import sequential_name, transformer_engine_name
 from mindspeed_llm.checkpoint.convert.record import sections
 from mindspeed_llm.checkpoint.convert.streams import Target
 from mindspeed_llm.checkpoint.durable import sync_path
 from mindspeed_llm.checkpoint.hf_io import TensorInfo
 from mindspeed_llm.checkpoint.layout import local_columns, local_rows
 from mindspeed_llm.checkpoint.names import NameTable
-from mindspeed_llm.errors import CheckpointError, ConversionError
+from mindspeed_llm.errors import CheckpointError
 
 TransformerImpl = Literal["local", "transformer_engine"]
 
 
 @dataclass(frozen=True)
 class _Spot:
-    """One tensor in the files of a stage, and what is to come of it for each tensor-parallel rank."""
+    """One tensor in the files of a stage and an expert-parallel rank, and what is to come of it for each
+    tensor-parallel rank."""
 
     stage: int
+    ep: int
     chunk: int
     key: str
     parts: tuple[Later, ...]
@@ -75,12 +78,12 @@ class LegacySink:
         transformer_impl: TransformerImpl = "local",
         iteration: int,
     ) -> None:
-        if target.ep > 1:
-            raise ConversionError("expert-parallel trees are planned with the mixture of experts", got=target.ep)
         self._folder, self._tensors, self._shards, self._target = folder, tensors, shards_of(table), target
         self._order, self._at, self._row = list(tensors), 0, 0
         layers = values["num_layers"]
         self._chunks = len(chunk_sizes(target, layers + len(target.noop_layers))) // target.pp
+        self._experts = {name: entry.expert for name, entry in table.entries.items()}
+        self._local_experts = (values["num_moe_experts"] or 0) // target.ep
         self._spots = self._place(layers, transformer_impl)
         counted: Counter[torch.dtype] = Counter()
         for info in tensors.values():
@@ -90,7 +93,7 @@ class LegacySink:
             values, target, dtype=dtype, chunks=self._chunks, transformer_impl=transformer_impl, iteration=iteration
         )
         self._iteration, self._values = iteration, values
-        self._files: dict[tuple[int, int], TensorArchive] = {}
+        self._files: dict[tuple[int, int, int], TensorArchive] = {}
 
     def _place(self, layers: int, transformer_impl: TransformerImpl) -> dict[str, list[_Spot]]:
         places = layer_places(self._target, layers)
@@ -100,15 +103,23 @@ class LegacySink:
             spelled = transformer_engine_name(name, self._tensors) if transformer_impl != "local" else name
             match = LAYER.fullmatch(spelled)
             if match is None:
-                stage, chunk = ends[name.startswith("embedding.")]
-                spots[name] = [_Spot(stage, chunk, spelled, self._parts(name))]
+                spots[name] = self._everywhere(*ends[name.startswith("embedding.")], spelled, name)
+                continue
+            place = places[int(match[1])]
+            key, expert = f"decoder.layers.{place.slot}.{match[2]}", self._experts[name]
+            if expert is None:
+                spots[name] = self._everywhere(place.stage, place.chunk, key, name)
             else:
-                place = places[int(match[1])]
-                key = f"decoder.layers.{place.slot}.{match[2]}"
-                spots[name] = [_Spot(place.stage, place.chunk, key, self._parts(name))]
+                rank, local = divmod(expert, self._local_experts)
+                key = sequential_name(key, local)
+                spots[name] = [_Spot(place.stage, rank, place.chunk, key, self._parts(name))]
         if OUTPUT not in self._tensors and ends[True] != ends[False]:
-            spots[EMBEDDING].append(_Spot(*ends[False], OUTPUT, self._parts(EMBEDDING)))
+            spots[EMBEDDING] += self._everywhere(*ends[False], OUTPUT, EMBEDDING)
         return spots
+
+    def _everywhere(self, stage: int, chunk: int, key: str, name: str) -> list[_Spot]:
+        """A tensor of which every expert-parallel rank has a copy."""
+        return [_Spot(stage, ep, chunk, key, self._parts(name)) for ep in range(self._target.ep)]
 
     def _parts(self, name: str) -> tuple[Later, ...]:
         """Shapes of what each tensor-parallel rank holds."""
@@ -144,17 +155,17 @@ class LegacySink:
 
     def _append(self, name: str, rank: int, rows: Tensor) -> None:
         for spot in self._spots[name]:
-            self._file(rank, spot.stage).write(spot.parts[rank], rows)
+            self._file(rank, spot.stage, spot.ep).write(spot.parts[rank], rows)
 
-    def _file(self, tp: int, stage: int) -> TensorArchive:
+    def _file(self, tp: int, stage: int, ep: int) -> TensorArchive:
         """The file of a rank; it begins with all but the tensors' elements."""
-        if (tp, stage) not in self._files:
-            path = self._folder / rank_folder(self._target, tp, stage) / FILE
+        if (tp, stage, ep) not in self._files:
+            path = self._folder / rank_folder(self._target, tp, stage, ep) / FILE
             path.parent.mkdir()
             models: list[dict[str, Later]] = [{} for _ in range(self._chunks)]
             for spots in self._spots.values():
                 for spot in spots:
-                    if spot.stage == stage:
+                    if (spot.stage, spot.ep) == (stage, ep):
                         models[spot.chunk][spot.key] = spot.parts[tp]
             named = {f"model{number}": model for number, model in enumerate(models)}
             content = {
@@ -164,17 +175,17 @@ class LegacySink:
                 "config": sections(self._values),
                 **({"model": models[0]} if self._chunks == 1 else named),
             }
-            self._files[tp, stage] = TensorArchive(path, content)
-        return self._files[tp, stage]
+            self._files[tp, stage, ep] = TensorArchive(path, content)
+        return self._files[tp, stage, ep]
 
     def finish(self) -> None:
         """See :class:`~.streams.TensorSink`."""
         if self._at != len(self._order):
             raise CheckpointError("not every planned tensor was written", got=self._order[self._at])
-        for tp in range(self._target.tp):
-            for stage in range(self._target.pp):
-                self._file(tp, stage).finish()
-                sync_path(self._folder / rank_folder(self._target, tp, stage))
+        target = self._target
+        for tp, stage, ep in product(range(target.tp), range(target.pp), range(target.ep)):
+            self._file(tp, stage, ep).finish()
+            sync_path(self._folder / rank_folder(target, tp, stage, ep))
         sync_path(self._folder)
 
     def abandon(self) -> None:

@@ -1,8 +1,9 @@
 """Whole tensors in and out of ``torch_dist`` folders, without megatron-core and without process groups.
 
 A tensor of a layer stands in a stack of all layers, ``decoder.layers.mlp.linear_fc1.weight [l, ...]``, unless layers
-differ (``TransformerBlock.sharded_state_dict``). Each piece is a file of ``torch.save`` within a ``.distcp`` file; its
-elements are read by their place in the file, so that memory holds no more than was asked for.
+differ (``TransformerBlock.sharded_state_dict``), and one of an expert in a stack of all experts of its layer. Each
+piece is a file of ``torch.save`` within a ``.distcp`` file; its elements are read by their place in the file, so that memory
+holds no more than was asked for.
 """
 
 # pyright: basic, reportMissingTypeStubs=false, reportPrivateUsage=false
@@ -22,6 +23,7 @@ import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -49,7 +51,12 @@ from mindspeed_llm.errors import CheckpointError
 
 _LAYERS = "decoder.layers."
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERTS, _GROUPED = ".mlp.experts.experts.", ".mlp.experts."
+"""Where all experts of a layer stand in one stack, and where each is a tensor of a number."""
+_EXPERT = re.compile(r"(.+\.mlp\.experts\.)(linear_fc[12]\.(?:weight|bias))(\d+)")
 _LINEAR = re.compile(r"(.*\.linear_\w+)\.weight")
+Lead = tuple[int, ...]
+"""Places of a tensor in the dimensions before its own: its layer's, its expert's."""
 _FILE_BYTES = 2**30
 
 
@@ -78,26 +85,25 @@ class TorchDistSource:
         self._maps: dict[str, mmap.mmap] = {}
         # What a pickle may name is a setting of the whole process.
         self._unpickling = threading.Lock()
-        self._stacks: dict[str, tuple[StoredTensor, int | None, list[Piece]]] = {}
+        self._stacks: dict[str, tuple[StoredTensor, Lead, list[Piece]]] = {}
         self.tensors: dict[str, TensorInfo] = {}
         for stored in self._save.tensors.values():
             if stored.group == "weights":
                 self._add(stored)
 
     def _add(self, stored: StoredTensor) -> None:
-        held: dict[int | None, list[Piece]] = {None: list(stored.pieces)}
-        if stored.name.startswith(_LAYERS) and not _LAYER.fullmatch(stored.name):
-            held = {layer: [] for layer in range(stored.shape[0])}
-            for piece in stored.pieces:
-                first, count = piece.box[0][0], piece.box[1][0]
-                for layer in range(first, first + count):
-                    held[layer].append(piece)
-        for layer, pieces in held.items():
-            name = stored.name if layer is None else f"{_LAYERS}{layer}.{stored.name.removeprefix(_LAYERS)}"
-            name = local_name(name) or name
-            self._stacks[name] = (stored, layer, pieces)
-            shape = stored.shape if layer is None else stored.shape[1:]
-            self.tensors[name] = TensorInfo(shape, stored.dtype)
+        layered = stored.name.startswith(_LAYERS) and not _LAYER.fullmatch(stored.name)
+        experts = _EXPERTS in stored.name
+        held: dict[Lead, list[Piece]] = {}
+        for piece in stored.pieces:
+            ranges = zip(*(sides[: layered + experts] for sides in piece.box), strict=True)
+            for lead in product(*(range(first, first + count) for first, count in ranges)):
+                held.setdefault(lead, []).append(piece)
+        for lead, pieces in held.items():
+            name = f"{_LAYERS}{lead[0]}.{stored.name.removeprefix(_LAYERS)}" if layered else stored.name
+            name = f"{name.replace(_EXPERTS, _GROUPED)}{lead[-1]}" if experts else local_name(name) or name
+            self._stacks[name] = (stored, lead, pieces)
+            self.tensors[name] = TensorInfo(stored.shape[len(lead) :], stored.dtype)
 
     @property
     def values(self) -> Mapping[str, Any]:
@@ -111,13 +117,12 @@ class TorchDistSource:
         Raises:
             CheckpointError: a piece is damaged.
         """
-        stored, layer, pieces = self._stacks[name]
+        stored, lead, pieces = self._stacks[name]
         shape = self.tensors[name].shape
         given = (rows, columns)[: len(shape)]
         ranges = [part or (0, size) for part, size in zip(given, shape, strict=False)]
         ranges += [(0, size) for size in shape[len(given) :]]
-        if layer is not None:
-            ranges.insert(0, (layer, layer + 1))
+        ranges = [*((place, place + 1) for place in lead), *ranges]
         box = tuple(start for start, _ in ranges), tuple(stop - start for start, stop in ranges)
         touching = [(piece, shared) for piece in pieces if (shared := intersection(piece.box, box)) is not None]
         if len(touching) == 1 and touching[0][1] == box:
@@ -126,7 +131,7 @@ class TorchDistSource:
         for piece, shared in touching:
             slices = (slice(i - j, i - j + n) for i, n, j in zip(*shared, box[0], strict=True))
             whole[tuple(slices)] = self._read_box(stored, piece, shared)
-        return whole if layer is None else whole[0]
+        return whole.reshape(box[1][len(lead) :])
 
     def _read_box(self, stored: StoredTensor, piece: Piece, box: tuple[tuple[int, ...], tuple[int, ...]]) -> Tensor:
         """A box within one piece: whole rows are read, and columns cut from them."""
@@ -257,7 +262,10 @@ class TorchDistSink:
         self, folder: Path, tensors: Mapping[str, TensorInfo], *, num_layers: int, homogeneous: bool, common: Any
     ) -> None:
         self._folder, self._tensors, self._common = folder, tensors, common
-        self._plan = {name: _placed(name, info, num_layers if homogeneous else None) for name, info in tensors.items()}
+        experts = 1 + max((int(match[3]) for name in tensors if (match := _EXPERT.fullmatch(name))), default=-1)
+        self._plan = {
+            name: _placed(name, info, num_layers if homogeneous else None, experts) for name, info in tensors.items()
+        }
         self._order = list(tensors)
         self._at, self._row = 0, 0
         self._file: BinaryIO | None = None
@@ -323,7 +331,8 @@ class TorchDistSink:
             )
             if (linear := _LINEAR.fullmatch(stored.key)) is not None and stored.key.startswith(_LAYERS):
                 # megatron-core's linear layers ask for a state of their own, which is empty.
-                part = f"{stored.lead[0]}_{stored.shape[0]}" if stored.lead else "0_1"
+                place, sizes = stored.lead or (0,), stored.shape[: len(stored.lead)] or (1,)
+                part = "_".join(".".join(map(str, numbers)) for numbers in (place, sizes))
                 key = f"{linear[1]}._extra_state/shard_{part}"
                 self._append(MetadataIndex(key), [None])
                 described[key] = ObjectMetadata()
@@ -360,8 +369,12 @@ def homogeneous(values: Mapping[str, Any]) -> bool:
     return all(freq is None or freq == 1 for freq in frequencies)
 
 
-def _placed(name: str, info: TensorInfo, stack_of: int | None) -> _Stored:
-    layer = _LAYER.fullmatch(name)
-    if layer is None or stack_of is None:
-        return _Stored(name, info.shape, ())
-    return _Stored(f"{_LAYERS}{layer[2]}", (stack_of, *info.shape), (int(layer[1]),))
+def _placed(name: str, info: TensorInfo, stack_of: int | None, experts: int) -> _Stored:
+    sizes, lead = [], []
+    if (layer := _LAYER.fullmatch(name)) is not None and stack_of is not None:
+        name = f"{_LAYERS}{layer[2]}"
+        sizes, lead = [stack_of], [int(layer[1])]
+    if (expert := _EXPERT.fullmatch(name)) is not None:
+        name = f"{expert[1]}experts.{expert[2]}"
+        sizes, lead = [*sizes, experts], [*lead, int(expert[3])]
+    return _Stored(name, (*sizes, *info.shape), tuple(lead))
