@@ -67,6 +67,7 @@ def load_from_tree(cfg: RunConfig, folder: Path, chunks: list[Any]) -> None:
         folder,
         tp_rank=tensor_group().rank(),
         tp_size=tensor_group().size(),
+        etp=(expert_tensor_group().rank(), expert_tensor_group().size()),
         cfg=cfg,
     )
 

@@ -15,6 +15,7 @@ from mindspeed_llm.config.run import RunConfig
 from mindspeed_llm.core.build import build_chunks, transformer_config, wrap_ddp
 from mindspeed_llm.models.registry import family_for
 from mindspeed_llm.training.initialize import initialize
+from mindspeed_llm.training.weights import parallel_groups
 
 from megatron.core import parallel_state
 
@@ -33,15 +34,6 @@ def configuration(folder: Path, **flags: Any) -> RunConfig:
     return from_values({**values, **common, **flags}, world_size=dist.get_world_size())
 
 
-def parallel_groups() -> export.ParallelGroups:
-    groups: Any = parallel_state
-    return export.ParallelGroups(
-        tp=groups.get_tensor_model_parallel_group(),
-        pp=groups.get_pipeline_model_parallel_group(),
-        dp=groups.get_data_parallel_group(with_context_parallel=True),
-    )
-
-
 def load(folder: Path, cfg: RunConfig, wrapped: bool = False) -> list[Any]:
     initialize(cfg)
     config = transformer_config(cfg)
@@ -57,6 +49,10 @@ def load(folder: Path, cfg: RunConfig, wrapped: bool = False) -> list[Any]:
         folder,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+        etp=(
+            parallel_state.get_expert_tensor_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
+        ),
         cfg=cfg,
     )
     return chunks

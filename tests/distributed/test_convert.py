@@ -48,11 +48,17 @@ def test_megatron_core_loads_what_was_converted(pool: Pool, tmp_path: Path, name
 
 
 @pytest.mark.parametrize(
-    ("name", "tp", "pp", "vpp"),
-    [("q25", 2, 2, None), ("q25tied", 2, 2, None), ("q25tied", 1, 4, None), ("llama31", 1, 2, 2)],
+    ("name", "tp", "pp", "vpp", "ep"),
+    [
+        ("q25", 2, 2, None, 1),
+        ("q25tied", 2, 2, None, 1),
+        ("q25tied", 1, 4, None, 1),
+        ("llama31", 1, 2, 2, 1),
+        ("mixtral", 2, 2, None, 2),
+    ],
 )
 def test_any_layout_loads_the_same_files(
-    pool: Pool, tmp_path: Path, name: str, tp: int, pp: int, vpp: int | None
+    pool: Pool, tmp_path: Path, name: str, tp: int, pp: int, vpp: int | None, ep: int
 ) -> None:
     folder = hf_folder(name, VOCAB)
     save = to_megatron(folder, tmp_path / "mg", "--make-vocab-size-divisible-by", "128") / "iter_0000001"
@@ -60,8 +66,9 @@ def test_any_layout_loads_the_same_files(
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
         "virtual_pipeline_model_parallel_size": vpp,
+        "expert_model_parallel_size": ep,
     }
-    found = pool.run(f"{CASES}:load", tp * pp, folder=folder, converted=save, **layout)
+    found = pool.run(f"{CASES}:load", tp * pp * ep, folder=folder, converted=save, **layout)
     assert_same(found[0]["weights"], weights(folder))
 
 

@@ -32,23 +32,26 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize(
-    ("name", "tp", "pp", "vpp", "dp"),
+    ("name", "tp", "pp", "vpp", "dp", "ep"),
     [
-        ("q25", 1, 1, None, 1),
-        ("q25", 2, 1, None, 1),
-        ("q25", 4, 1, None, 1),  # fewer KV heads (2) than ranks
-        ("q25", 2, 2, None, 2),
-        ("q25", 1, 2, 2, 1),
-        ("q25tied", 2, 2, None, 1),
-        ("q25tied", 1, 4, None, 1),
-        ("q25tied", 1, 2, 2, 1),
-        ("llama31", 2, 2, 2, 1),
-        ("llama32tied", 4, 1, None, 1),
-        ("llamabias", 2, 2, None, 1),
+        ("q25", 1, 1, None, 1, 1),
+        ("q25", 2, 1, None, 1, 1),
+        ("q25", 4, 1, None, 1, 1),  # fewer KV heads (2) than ranks
+        ("q25", 2, 2, None, 2, 1),
+        ("q25", 1, 2, 2, 1, 1),
+        ("q25tied", 2, 2, None, 1, 1),
+        ("q25tied", 1, 4, None, 1, 1),
+        ("q25tied", 1, 2, 2, 1, 1),
+        ("llama31", 2, 2, 2, 1, 1),
+        ("llama32tied", 4, 1, None, 1, 1),
+        ("llamabias", 2, 2, None, 1, 1),
+        ("mixtral", 1, 1, None, 4, 2),
+        ("qwen2_moe", 2, 2, None, 2, 2),
+        ("deepseek_v3", 2, 2, None, 1, 2),  # one expert-tensor-parallel rank
     ],
 )
 def test_every_layout_gives_back_the_same_bits(
-    pool: Pool, tmp_path: Path, name: str, tp: int, pp: int, vpp: int | None, dp: int
+    pool: Pool, tmp_path: Path, name: str, tp: int, pp: int, vpp: int | None, dp: int, ep: int
 ) -> None:
     folder = hf_folder(name, VOCAB)
     results: list[dict[str, Any]] = pool.run(
@@ -60,6 +63,8 @@ def test_every_layout_gives_back_the_same_bits(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vpp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=1 if ep > dp else None,
     )
     expected = reference(folder)
     assert_same(results[0]["stream"], expected)

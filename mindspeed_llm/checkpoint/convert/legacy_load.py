@@ -15,7 +15,7 @@ from torch import nn
 
 from mindspeed_llm.checkpoint.convert.legacy_reader import LegacySource, LegacyTree
 from mindspeed_llm.checkpoint.convert.views import Repadded
-from mindspeed_llm.checkpoint.engine import Problems, live_tensors
+from mindspeed_llm.checkpoint.engine import Problems, cut_over, live_tensors
 from mindspeed_llm.checkpoint.layout import global_shape, local_columns, local_rows
 from mindspeed_llm.checkpoint.names import compile_names
 from mindspeed_llm.config.resolve import ARCHITECTURE_FIELDS
@@ -28,13 +28,23 @@ logger = logging.getLogger(__name__)
 
 @torch.no_grad()
 def load_tree_weights(
-    chunks: Sequence[nn.Module], family: ModelFamily, folder: Path, *, tp_rank: int, tp_size: int, cfg: RunConfig
+    chunks: Sequence[nn.Module],
+    family: ModelFamily,
+    folder: Path,
+    *,
+    tp_rank: int,
+    tp_size: int,
+    cfg: RunConfig,
+    etp: tuple[int, int],
 ) -> None:
     """Fills a live model in place and in the dtype of its parameters; each rank reads by itself, only what it holds.
 
     Args:
         chunks: this rank's model chunks, wrapped or not.
         folder: the save that the ``mp_rank_*`` folders are in.
+        tp_rank: which part of a tensor is this rank's.
+        tp_size: over how many ranks a tensor is cut.
+        etp: the same two for tensors of experts.
 
     Raises:
         CheckpointError: the tree is damaged, or of another model.
@@ -53,15 +63,17 @@ def load_tree_weights(
     problems.check(f"{folder} does not fit the model")
     padded = Repadded(table, source, values)
     for name, target in live.items():
-        wanted = tuple(global_shape(table.entries[name].shard, target.shape, tp_size))
+        entry = table.entries[name]
+        wanted = tuple(global_shape(entry.shard, target.shape, cut_over(entry, tp_size, etp[1])))
         if wanted != padded.tensors[stored[name]].shape:
             problems.add("other shape than the model's", f"{name} {list(padded.tensors[stored[name]].shape)}")
     problems.check(f"{folder} does not fit the model")
     for name, target in live.items():
         rule, shape = table.entries[name].shard, padded.tensors[stored[name]].shape
-        columns = local_columns(rule, shape[-1], tp_rank, tp_size)
+        rank, size = (tp_rank, tp_size) if table.entries[name].expert is None else etp
+        columns = local_columns(rule, shape[-1], rank, size)
         at = 0
-        for start, stop in local_rows(rule, shape[0], tp_rank, tp_size):
+        for start, stop in local_rows(rule, shape[0], rank, size):
             target.data[at : at + stop - start].copy_(padded.read(stored[name], (start, stop), columns))
             at += stop - start
     logger.info("loaded %d tensors of %s from the per-rank files of %s", len(live), family.name, folder)

@@ -2,8 +2,8 @@
 
 A tensor of a layer stands in a stack of all layers, ``decoder.layers.mlp.linear_fc1.weight [l, ...]``, unless layers
 differ (``TransformerBlock.sharded_state_dict``), and one of an expert in a stack of all experts of its layer. Each
-piece is a file of ``torch.save`` within a ``.distcp`` file; its elements are read by their place in the file, so that memory
-holds no more than was asked for.
+piece is a file of ``torch.save`` within a ``.distcp`` file; its elements are read by their place in the file, so that
+memory holds no more than was asked for.
 """
 
 # pyright: basic, reportMissingTypeStubs=false, reportPrivateUsage=false
@@ -54,7 +54,8 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERTS, _GROUPED = ".mlp.experts.experts.", ".mlp.experts."
 """Where all experts of a layer stand in one stack, and where each is a tensor of a number."""
 _EXPERT = re.compile(r"(.+\.mlp\.experts\.)(linear_fc[12]\.(?:weight|bias))(\d+)")
-_LINEAR = re.compile(r"(.*\.linear_\w+)\.weight")
+_LINEAR = re.compile(r"((?!.*\.experts\.experts\.).*\.linear_(?!\w*down_proj)\w+)\.weight")
+"""Of megatron-core's own linear layers; experts and the down-projections of latents are ours."""
 Lead = tuple[int, ...]
 """Places of a tensor in the dimensions before its own: its layer's, its expert's."""
 _FILE_BYTES = 2**30
@@ -331,8 +332,7 @@ class TorchDistSink:
             )
             if (linear := _LINEAR.fullmatch(stored.key)) is not None and stored.key.startswith(_LAYERS):
                 # megatron-core's linear layers ask for a state of their own, which is empty.
-                place, sizes = stored.lead or (0,), stored.shape[: len(stored.lead)] or (1,)
-                part = "_".join(".".join(map(str, numbers)) for numbers in (place, sizes))
+                part = f"{stored.lead[0]}_{stored.shape[0]}" if stored.lead else "0_1"
                 key = f"{linear[1]}._extra_state/shard_{part}"
                 self._append(MetadataIndex(key), [None])
                 described[key] = ObjectMetadata()

@@ -36,6 +36,23 @@ def test_every_model_comes_back_bit_for_bit(tmp_path: Path, name: str, layout: s
     assert_same_config(back, folder)
 
 
+@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
+def test_experts_are_shared_out_and_come_back(tmp_path: Path, name: str) -> None:
+    folder = hf_folder(name, VOCAB)
+    tree = to_tree(folder, tmp_path / "mg", *LAYOUTS["tp2 pp2"], "--target-expert-parallel-size", "2")
+    files = {path.parent.name: load_rank(path)["model"] for path in tree.glob("iter_0000001/*/model_optim_rng.pt")}
+    assert sorted(files) == [f"mp_rank_0{tp}_00{pp}_00{ep}" for tp in (0, 1) for pp in (0, 1) for ep in (0, 1)]
+    experts = 4 // 2 if name == "mixtral" else 8 // 2
+    for model in files.values():
+        held = {int(key.split(".")[6]) for key in model if ".local_experts." in key}
+        assert held == set(range(experts))
+    first, second = files["mp_rank_00_001_000"], files["mp_rank_00_001_001"]
+    assert first.keys() == second.keys()
+    differs = {key for key in first if not torch.equal(first[key], second[key])}
+    assert differs == {key for key in first if ".local_experts." in key}
+    assert_same(weights(to_hf(tree, tmp_path / "back")), weights(folder))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_trees_become_other_trees_and_saves(tmp_path: Path, layout: str) -> None:
     folder = hf_folder("q25tied", VOCAB)
