@@ -80,18 +80,19 @@ TREE = ("--save-format", "legacy", "--target-tensor-parallel-size", "2", "--targ
 
 
 @pytest.mark.parametrize(
-    ("flags", "ranks"),
+    ("model", "flags", "ranks"),
     [
-        ((), 1),
-        (("--tensor-model-parallel-size", 1, "--pipeline-model-parallel-size", 4), 4),
-        (("--tensor-model-parallel-size", 2, "--bf16", "--params-dtype", "fp32"), 2),
+        ("q25tied", (), 1),
+        ("q25tied", ("--tensor-model-parallel-size", 1, "--pipeline-model-parallel-size", 4), 4),
+        ("q25tied", ("--tensor-model-parallel-size", 2, "--bf16", "--params-dtype", "fp32"), 2),
+        ("mixtral", ("--expert-model-parallel-size", 2), 2),
     ],
 )
 def test_a_run_starts_from_a_tree_of_another_layout(
-    pool: Pool, tmp_path: Path, flags: tuple[object, ...], ranks: int
+    pool: Pool, tmp_path: Path, model: str, flags: tuple[object, ...], ranks: int
 ) -> None:
     """The layout of the run, its padding of the vocabulary and its number format are its own."""
-    folder = hf_folder("q25tied", 323)
+    folder = hf_folder(model, 323)
     tree = to_megatron(folder, tmp_path / "tree", *TREE)
     argv = ["--load", tree, "--hf-config", folder, "--train-iters", 0, "--save-hf", tmp_path / "out", *flags]
     for rank in pool.run(RUN, ranks, argv=[str(word) for word in argv]):
