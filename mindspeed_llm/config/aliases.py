@@ -119,6 +119,16 @@ def query_scalar(text: str) -> Mapping[str, object]:
     return {"softmax_scale": number**-0.5}
 
 
+def layers_of_experts(text: str) -> Mapping[str, object]:
+    """Which layers have experts; MindSpeed-LLM's -1 means every one."""
+    return {"moe_layer_freq": 1 if text == "-1" else text}
+
+
+def token_dispatcher(text: str) -> Mapping[str, object]:
+    """How tokens travel; MindSpeed-LLM's alltoall_seq, which gathers a sequence first, gives alltoall's result."""
+    return {"moe_token_dispatcher_type": "alltoall" if text == "alltoall_seq" else text}
+
+
 ALIASES: Mapping[str, Alias] = MappingProxyType(
     {
         "--swiglu": Alias(
@@ -196,6 +206,42 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         "--encoder-seq-length": Alias("training", "Same as --seq-length.", renamed("seq_length"), takes=1),
         "--non-persistent-ckpt-type": Alias(
             "checkpoint", "Kind of the checkpoints of which only the newest is kept: global.", non_persistent_kind, 1
+        ),
+        "--moe-layer-freq": Alias(
+            "transformer",
+            "Put experts into every Nth layer, from the first on, or by a pattern such as ([0]*3+[1]*61).",
+            layers_of_experts,
+            takes=1,
+        ),
+        "--moe-token-dispatcher-type": Alias(
+            "transformer",
+            "How tokens travel to their experts: allgather or alltoall; alltoall_seq means alltoall.",
+            token_dispatcher,
+            takes=1,
+        ),
+        "--moe-intermediate-size": Alias(
+            "transformer", "Same as --moe-ffn-hidden-size.", renamed("moe_ffn_hidden_size"), takes=1
+        ),
+        "--n-group": Alias("transformer", "Same as --moe-router-num-groups.", renamed("moe_router_num_groups"), 1),
+        "--topk-group": Alias("transformer", "Same as --moe-router-group-topk.", renamed("moe_router_group_topk"), 1),
+        "--routed-scaling-factor": Alias(
+            "transformer", "Same as --moe-router-topk-scaling-factor.", renamed("moe_router_topk_scaling_factor"), 1
+        ),
+        "--shared-expert-gate": Alias(
+            "transformer", "Same as --moe-shared-expert-gate.", sets(moe_shared_expert_gate=True)
+        ),
+        **{
+            flag: Alias(
+                "transformer",
+                "Same as --moe-router-dtype fp32: the router's scores, their softmax and the choice are in fp32.",
+                sets(moe_router_dtype="fp32"),
+            )
+            for flag in ("--router-gating-in-fp32", "--topk-softmax-in-fp32", "--moe-revert-type-after-topk")
+        },
+        "--fix-router": Alias(
+            "transformer",
+            "Same as --moe-router-force-load-balancing: tokens go to experts by chance, to measure speed.",
+            sets(moe_router_force_load_balancing=True),
         ),
         "--hf-save-dir": Alias("checkpoint", "Same as --save-hf.", renamed("save_hf"), takes=1),
     }

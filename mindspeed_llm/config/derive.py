@@ -111,6 +111,50 @@ def _factors(values: Values) -> Changes:
     return changes
 
 
+def experts(values: Values, given: Given) -> Changes:
+    """Sizes and routing of a mixture of experts, from MindSpeed-LLM's spellings of them, too."""
+    if not values["num_moe_experts"]:
+        return {}
+    changes: Changes = {"moe_layer_freq": _layers_of_experts(values)}
+    size = values["moe_ffn_hidden_size"]
+    if size is None:
+        size = changes["moe_ffn_hidden_size"] = values["ffn_hidden_size"]
+    if values["n_shared_experts"] and size and values["moe_shared_expert_intermediate_size"] is None:
+        changes["moe_shared_expert_intermediate_size"] = values["n_shared_experts"] * size
+    if values["moe_tp_extend_ep"]:
+        size = values["expert_model_parallel_size"] * values["tensor_model_parallel_size"]
+        changes |= {"expert_model_parallel_size": size, "expert_tensor_parallel_size": 1}
+    capacity = values["moe_expert_capacity_factor"]
+    if capacity is not None and capacity < 0:
+        changes["moe_expert_capacity_factor"] = None
+    return changes | _routing(values)
+
+
+def _layers_of_experts(values: Values) -> int | tuple[int, ...]:
+    """``--moe-layer-freq`` with the layers that ``--first-k-dense-replace`` takes out."""
+    dense, frequency = values["first_k_dense_replace"] or 0, values["moe_layer_freq"]
+    if not isinstance(frequency, int):
+        return tuple(frequency)
+    frequency = 1 if frequency == -1 else frequency
+    if dense <= 0 or frequency < 1:
+        return frequency
+    return tuple(int(layer >= dense and layer % frequency == 0) for layer in range(values["num_layers"]))
+
+
+def _routing(values: Values) -> Changes:
+    """softmax_topk is a softmax before the choice, and nothing else; a softmax over the chosen ones is one before the
+    choice whose weights are made to sum to one."""
+    changes: Changes = {}
+    kind = values["moe_router_load_balancing_type"]
+    if kind == "softmax_topk":
+        kind, changes = "none", {"moe_router_pre_softmax": True}
+    if values["seq_aux"] and kind == "none":
+        kind = "seq_aux_loss"
+    if values["norm_topk_prob"] and values["moe_router_topk"] > 1:
+        changes["moe_router_pre_softmax"] = False
+    return {**changes, "moe_router_load_balancing_type": kind}
+
+
 def recomputation(values: Values, given: Given) -> Changes:
     """Megatron's recipes may carry a method and a number of layers without turning recomputation on."""
     off = values["recompute_granularity"] is None
@@ -192,6 +236,7 @@ DERIVATIONS: tuple[Derivation, ...] = (
     Derivation(point_to_point, "overlap needs interleaved stages, and two ranks cannot batch their messages"),
     Derivation(sequence_parallel, "there is nothing to split with one tensor-parallel rank"),
     Derivation(architecture, "it follows from other values of the architecture"),
+    Derivation(experts, "it follows from other values of the mixture of experts"),
     Derivation(recomputation, "nothing is recomputed without --recompute-granularity"),
     Derivation(no_steps, "a run of no steps needs none"),
     Derivation(batches, "it follows from the number of processes"),

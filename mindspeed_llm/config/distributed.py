@@ -26,6 +26,10 @@ class DistributedConfig:
     num_virtual_stages_per_pipeline_rank: int | None = None
     """Interleaved stages of each pipeline rank; another way to turn interleaving on."""
 
+    moe_tp_extend_ep: bool = False
+    """Share whole experts between tensor-parallel ranks, too: the expert-parallel size is multiplied by theirs, and no
+    expert is cut."""
+
     world_size: int = option(1, is_flag=False)
     """Processes of the run, from the launcher."""
 

@@ -33,7 +33,7 @@ EXPOSED = names(
     moe_router_group_topk moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_score_function
     moe_router_dtype moe_router_enable_expert_bias moe_router_bias_update_rate moe_router_force_load_balancing
     moe_aux_loss_coeff moe_z_loss_coeff moe_input_jitter_eps moe_token_dispatcher_type moe_expert_capacity_factor
-    moe_pad_expert_input_to_capacity moe_token_drop_policy moe_apply_probs_on_input
+    moe_pad_expert_input_to_capacity moe_token_drop_policy moe_apply_probs_on_input moe_per_layer_logging
     distribute_saved_activations recompute_modules
 
     lr min_lr decoupled_lr decoupled_min_lr weight_decay apply_wd_to_qk_layernorm optimizer loss_scale

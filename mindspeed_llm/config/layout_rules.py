@@ -261,7 +261,7 @@ def vocabulary_fits(cfg: RunConfig) -> Iterator[ConfigError]:
 
 
 def planned_parallelism_is_off(cfg: RunConfig) -> Iterator[ConfigError]:
-    """Context and expert parallelism and others are still to come; recipes carry their sizes as 1."""
+    """Context parallelism and others are still to come; recipes carry their sizes as 1."""
     t, instances = cfg.transformer, cfg.ddp.num_distributed_optimizer_instances
     for name, size, what in (
         ("--context-parallel-size", t.context_parallel_size, "context parallelism"),

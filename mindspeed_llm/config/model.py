@@ -139,6 +139,21 @@ class ModelConfig:
     qk_norm_over_heads: bool = False
     """Let the norms of queries and keys run over all heads together instead of over each head."""
 
+    first_k_dense_replace: int | None = None
+    """Leading layers without experts; of the others, --moe-layer-freq chooses. -1 means none."""
+
+    n_shared_experts: int | None = None
+    """Shared experts: together a block of this many times the size of a routed one, in place of
+    --moe-shared-expert-intermediate-size."""
+
+    norm_topk_prob: bool = False
+    """Let the weights of a token's experts sum to one. Sigmoid scores always do, and so do softmax scores unless
+    --moe-router-pre-softmax takes them before the choice."""
+
+    seq_aux: bool = False
+    """Balance the experts within each sequence: --moe-router-load-balancing-type none becomes seq_aux_loss, with
+    --moe-aux-loss-coeff."""
+
     untie_embeddings_and_output_weights: bool = False
     """Give the output layer its own weights, apart from the embedding table."""
 

@@ -49,6 +49,15 @@ NO_EFFECT: Mapping[str, NoEffect] = MappingProxyType(
         "--longrope-freqs-type": NoEffect(
             "both name the same frequencies, by another order of the factors", takes=1, only=("mul", "outer")
         ),
+        "--moe-grouped-gemm": NoEffect("the experts of a rank are always computed together"),
+        "--moe-permutation-async-comm": NoEffect("it is of a token dispatcher that megatron-core no longer has"),
+        "--moe-permute-fusion": NoEffect(CHOSEN_AT_START),
+        "--use-fused-moe-token-permute-and-unpermute": NoEffect(CHOSEN_AT_START),
+        "--shared-expert-gate-output-dimension": NoEffect("this is the gate of shared experts", takes=1, only=("1",)),
+        **dict.fromkeys(
+            ("--moe-device-level-aux-loss-coeff", "--moe-comm-aux-loss-coeff"),
+            NoEffect("without a weight there is no such loss", takes=1, only=("0", "0.0", "0.")),
+        ),
         "--output-layer-slice-num": NoEffect("the loss is always computed a few rows of logits at a time", takes=1),
         "--loss-compute-mode": NoEffect("this is how the loss is computed", takes=1, only=("default",)),
         "--handler-name": NoEffect(

@@ -106,19 +106,42 @@ REFUSED: tuple[Refused, ...] = (
         "masked-softmax-fusion bias-dropout-fusion disable-jit-fuser jit-compile use-fusion-attn-v2",
         trains_alike=True,
     ),
-    Refused("planned with the memory features", "moe-zero-memory*", "step 10"),
+    Refused(
+        "planned with the memory features",
+        "moe-zero-memory* moe-layer-recompute moe-unperm2-mem-optim-swap",
+        "step 10",
+        trains_alike=True,
+    ),
+    Refused(
+        "planned with overlapped messages of experts",
+        "*moe-*-overlap-comm moe-fb-overlap overlap-moe-expert-parallel-comm ep-overlap-*",
+        "step 6",
+        trains_alike=True,
+    ),
+    Refused(
+        "it needs TransformerEngine", "moe-router-fusion moe-router-padding-for-* no-use-gmm-fp8", trains_alike=True
+    ),
+    Refused("it needs CUDA graphs, which are not planned", "moe-pad-experts-for-cuda-graph-*", trains_alike=True),
+    Refused(
+        "the flex dispatcher sends tokens through DeepEP or HybridEP, libraries for CUDA that are not planned",
+        "moe-enable-deepep moe-flex-dispatcher-backend moe-deepep-num-sms moe-hybridep-num-sms",
+        trains_alike=True,
+    ),
+    Refused("there is one way to compute a rank's experts", "moe-use-legacy-grouped-gemm", trains_alike=True),
+    Refused("use --moe-expert-capacity-factor", "moe-token-dropping"),
+    Refused("use --moe-tp-extend-ep or --expert-tensor-parallel-size 1", "moe-extended-tp", trains_alike=True),
+    Refused("use --moe-router-num-groups and --moe-router-group-topk", "moe-router-topk-limited-devices"),
     Refused(
         "wanted with more of mixture of experts",
         """moe-alltoall-mc2 balanced-moe-* trans-hot-expert-group-num *expert-placement* print-expert-load
-        num-zero-experts n-hash-layers""",
+        fine-grained-expert-* num-zero-experts n-hash-layers moe-device-level-aux-loss-coeff
+        moe-comm-aux-loss-coeff use-global-aux-loss moe-latent-size *moe-*upcycling*
+        shared-expert-gate-output-dimension""",
         LATER,
     ),
     Refused(
         "planned with mixture of experts",
-        """moe-* *-moe-* num-experts *expert* first-k-dense-replace seq-aux norm-topk-prob n-group topk-group
-        routed-scaling-factor router-gating-in-fp32 topk-softmax-in-fp32 fix-router
-        n-shared-experts use-fused-moe-* use-global-aux-loss no-use-gmm-fp8 fine-grained-expert-*
-        ep-overlap-* input-jitter swiglu-limit glu-linear-offset
+        """moe-enable-routing-replay input-jitter swiglu-limit glu-linear-offset
         activation-func-clamp-value qk-l2-norm cla-share-factor share-kvstates""",
         "step 6",
     ),
@@ -298,7 +321,7 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(
         "out of scope: a service or mechanism of other machines",
-        """adlr-autoresume* app-tag-run-* enable-one-logger one-logger-* enable-experimental moe-extended-tp
+        """adlr-autoresume* app-tag-run-* enable-one-logger one-logger-* enable-experimental
         async-tensor-model-parallel-allreduce
         disable-async-tensor-model-parallel-allreduce enable-autocast""",
         trains_alike=True,

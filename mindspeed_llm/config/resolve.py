@@ -24,7 +24,8 @@ SHAPE_FIELDS = names(
     untie_embeddings_and_output_weights add_bias_linear add_qkv_bias gated_linear_unit normalization qk_layernorm
     position_embedding_type softmax_type pre_norm post_norm qk_norm_over_heads embedding_layernorm
     multi_latent_attention attention_output_gate num_moe_experts
-    moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate moe_layer_freq mtp_num_layers
+    moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate moe_layer_freq
+    moe_router_enable_expert_bias mtp_num_layers
     """
 )
 
@@ -36,7 +37,8 @@ ARCHITECTURE_FIELDS = SHAPE_FIELDS + names(
     rotary_base_local long_factor short_factor no_rope_freq
     layernorm_zero_centered_gamma activation_func window_size window_attn_skip_freq softmax_scale
     embedding_multiplier residual_multiplier output_multiplier output_logit_softcapping attn_logit_softcapping
-    normalize_output_weight
+    normalize_output_weight moe_router_topk moe_router_score_function moe_router_pre_softmax moe_router_num_groups
+    moe_router_group_topk moe_router_topk_scaling_factor moe_apply_probs_on_input
     """
 )
 """What decides what a model computes from its tensors; a resumed run cannot change it."""

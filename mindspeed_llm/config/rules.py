@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from mindspeed_llm.config.expert_rules import EXPERT_RULES, EXPERT_TRAINING_RULES
 from mindspeed_llm.config.layout_rules import LAYOUT_RULES
 from mindspeed_llm.config.run import RunConfig
 from mindspeed_llm.config.run_rules import RUN_RULES, TRAINING_RULES
@@ -11,10 +12,10 @@ from mindspeed_llm.errors import ConfigError
 
 Rule = Callable[[RunConfig], Iterator[ConfigError]]
 
-RULES: tuple[Rule, ...] = (*RUN_RULES, *LAYOUT_RULES)
+RULES: tuple[Rule, ...] = (*RUN_RULES, *LAYOUT_RULES, *EXPERT_RULES)
 
 # A pretraining run also has a length, data, a learning rate. Other uses of a model need none of them.
-PRETRAIN_RULES: tuple[Rule, ...] = (RULES[0], *TRAINING_RULES, *RULES[1:])
+PRETRAIN_RULES: tuple[Rule, ...] = (RULES[0], *TRAINING_RULES, *RULES[1:], *EXPERT_TRAINING_RULES)
 
 
 def broken_rules(cfg: RunConfig, rules: Sequence[Rule] = RULES) -> list[ConfigError]:

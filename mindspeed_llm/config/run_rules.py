@@ -19,16 +19,19 @@ POSITIVE = names(
     save_interval save_hf_interval save_retain_interval save_total_limit non_persistent_save_interval
     eval_interval exit_interval exit_duration_in_mins log_interval
     tensorboard_log_interval distributed_timeout_minutes recompute_num_layers bucket_size peak_tflops layernorm_epsilon
-    rotary_base rope_scaling_factor loss_scale initial_loss_scale num_dataset_builder_threads"""
+    rotary_base rope_scaling_factor loss_scale initial_loss_scale num_dataset_builder_threads
+    num_moe_experts moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk moe_router_num_groups
+    moe_router_group_topk moe_router_topk_scaling_factor moe_expert_capacity_factor expert_model_parallel_size
+    expert_tensor_parallel_size n_shared_experts"""
 )
 
 NOT_NEGATIVE = names(
     """train_iters train_samples eval_iters lr min_lr weight_decay clip_grad lr_warmup_iters
     lr_warmup_samples lr_warmup_init num_workers seed init_method_std manual_gc_interval
-    adam_eps"""
+    adam_eps moe_z_loss_coeff moe_router_bias_update_rate"""
 )
 
-BELOW_ONE = ("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2")
+BELOW_ONE = ("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2", "moe_input_jitter_eps")
 
 RANGES: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
     (POSITIVE, lambda value: value > 0, "above 0"),

@@ -166,7 +166,12 @@ def _belongs(spelling: str, spec: FieldSpec) -> bool:
 
 def _section(name: str, texts: Mapping[str, str]) -> list[str]:
     counts = {0: "flag", 1: "one value", 2: "two values"}
-    specs = [spec for spec in field_table().values() if spec.section == name and spec.has_flag]
+    # Where a hand-written meaning takes a field's only spelling, its row stands for the field.
+    specs = [
+        spec
+        for spec in field_table().values()
+        if spec.section == name and spec.has_flag and any(_belongs(spelling, spec) for spelling in spec.spellings())
+    ]
     aliases = [
         (f"`{spelling}`", "", counts[alias.takes], "", alias.help)
         for spelling, alias in ALIASES.items()

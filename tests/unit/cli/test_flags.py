@@ -186,7 +186,9 @@ def test_unknown_flag_names_near_ones() -> None:
 @pytest.mark.parametrize(
     ("flag", "reason"),
     [
-        ("--num-experts", "planned with mixture of experts"),
+        ("--moe-alltoall-overlap-comm", "planned with overlapped messages of experts, step 6"),
+        ("--num-zero-experts", "wanted with more of mixture of experts"),
+        ("--moe-layer-recompute", "planned with the memory features"),
         ("--reuse-fp32-param", "planned with the memory features"),
         ("--cp-window-size", "planned with context parallelism, step 7"),
         ("--fp8-format", "it needs TransformerEngine"),

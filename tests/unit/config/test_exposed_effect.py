@@ -51,12 +51,24 @@ LONGROPE = {
     "short_factor": (1.5, 2.0),
 }
 
+MOE = {"num_moe_experts": 4, "add_bias_linear": False}
+BALANCED = {**MOE, "moe_aux_loss_coeff": 0.1}
+SIGMOID = {**MOE, "moe_router_score_function": "sigmoid"}
+SHARED_EXPERT = {**MOE, "moe_shared_expert_intermediate_size": 16}
+# A token to two experts of four: a capacity of two of the eight tokens drops some.
+TIGHT = {**MOE, "moe_expert_capacity_factor": 0.5}
+
 CASES: dict[str, Case] = {
     "position_embedding_type": Case("alibi"),
     "rotary_base_local": Case(50.0, {"window_size": (2, 0), "window_attn_skip_freq": 2}),
     "long_factor": Case((9.0, 9.0), {**LONGROPE, "rope_scaling_original_max_position_embeddings": 4}),
     "short_factor": Case((9.0, 9.0), LONGROPE),
     "scale_depth": Case(0.5),
+    "first_k_dense_replace": Case(1, MOE),
+    "n_shared_experts": Case(1, MOE),
+    "norm_topk_prob": Case(True, {**MOE, "moe_router_pre_softmax": True}),
+    "seq_aux": Case(True, {**BALANCED, "moe_router_load_balancing_type": "none"}),
+    "moe_tp_extend_ep": Case(True, {**MOE, **TP2, "sequence_parallel": True}, world=2),
     "dim_model_base": Case(4),
     "output_logit_softcapping": Case(0.5),
     "attn_logit_softcapping": Case(1e-3),
@@ -67,6 +79,34 @@ CASES: dict[str, Case] = {
     "overlap_p2p_comm": Case(True, VPP2, world=2),
     "overlap_p2p_comm_warmup_flush": Case(True, {**VPP2, "overlap_p2p_comm": True}, world=2),
     "microbatch_group_size_per_vp_stage": Case(4, VPP2, world=2),
+    "expert_model_parallel_size": Case(2, MOE, world=2),
+    "expert_tensor_parallel_size": Case(1, {**MOE, **TP2, "sequence_parallel": True}, world=2),
+    "num_moe_experts": Case(4, {"add_bias_linear": False}),
+    "moe_ffn_hidden_size": Case(24, MOE),
+    "moe_layer_freq": Case(2, MOE),
+    "moe_shared_expert_intermediate_size": Case(16, MOE),
+    "moe_shared_expert_gate": Case(True, SHARED_EXPERT),
+    "moe_shared_expert_overlap": Case(True, {**SHARED_EXPERT, "moe_token_dispatcher_type": "alltoall"}),
+    "moe_router_load_balancing_type": Case("none", BALANCED),
+    "moe_router_topk": Case(3, MOE),
+    "moe_router_num_groups": Case(2, {**MOE, "moe_router_group_topk": 1}, {"moe_router_num_groups": 1}),
+    "moe_router_group_topk": Case(1, {**MOE, "moe_router_num_groups": 2}, {"moe_router_group_topk": 2}),
+    "moe_router_pre_softmax": Case(True, MOE),
+    "moe_router_topk_scaling_factor": Case(2.5, MOE),
+    "moe_router_score_function": Case("sigmoid", MOE),
+    "moe_router_dtype": Case("fp64", MOE),
+    "moe_router_enable_expert_bias": Case(True, {**SIGMOID, "moe_router_bias_update_rate": 0.5}),
+    "moe_router_bias_update_rate": Case(0.5, {**SIGMOID, "moe_router_enable_expert_bias": True}),
+    "moe_router_force_load_balancing": Case(True, MOE),
+    "moe_aux_loss_coeff": Case(0.1, MOE),
+    "moe_z_loss_coeff": Case(0.1, MOE),
+    "moe_input_jitter_eps": Case(0.1, MOE),
+    "moe_token_dispatcher_type": Case("alltoall", MOE),
+    "moe_expert_capacity_factor": Case(0.5, MOE),
+    "moe_pad_expert_input_to_capacity": Case(True, TIGHT),
+    "moe_token_drop_policy": Case("position", TIGHT),
+    "moe_apply_probs_on_input": Case(True, {**MOE, "moe_router_topk": 1, "moe_router_pre_softmax": True}),
+    "moe_per_layer_logging": Case(True, BALANCED),
     "num_layers": Case(3),
     "num_layers_in_first_pipeline_stage": Case(1, {**PP2, "num_layers": 4}, world=2),
     "num_layers_in_last_pipeline_stage": Case(1, {**PP2, "num_layers": 4}, world=2),
@@ -127,7 +167,8 @@ OURS = names(
     """position_embedding_type rotary_base rotary_base_local rotary_percent long_factor short_factor
     embedding_multiplier input_embeds_norm embedding_layernorm residual_multiplier scale_depth output_multiplier
     dim_model_base output_logit_softcapping attn_logit_softcapping normalize_output_weight pre_norm post_norm
-    qk_norm_over_heads untie_embeddings_and_output_weights activation_func group_query_attention
+    qk_norm_over_heads first_k_dense_replace n_shared_experts norm_topk_prob seq_aux moe_tp_extend_ep
+    untie_embeddings_and_output_weights activation_func group_query_attention
     init_method_xavier_uniform"""
 )
 
@@ -135,14 +176,13 @@ OURS = names(
 COMMUNICATION = names(
     """overlap_p2p_comm overlap_p2p_comm_warmup_flush microbatch_group_size_per_vp_stage distribute_saved_activations
     overlap_grad_reduce overlap_param_gather align_param_gather reduce_scatter_with_fp32_accumulation
-    average_in_collective sequence_parallel check_for_large_grads"""
+    average_in_collective sequence_parallel check_for_large_grads moe_token_dispatcher_type
+    moe_shared_expert_overlap"""
 )
 
 # Values other than the default are refused by the flag's name.
 REFUSED: dict[str, Any] = {
     "context_parallel_size": 2,
-    "expert_model_parallel_size": 2,
-    "expert_tensor_parallel_size": 2,
     "num_distributed_optimizer_instances": 2,
     "transformer_impl": "transformer_engine",
 }

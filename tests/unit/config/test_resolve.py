@@ -121,13 +121,13 @@ def test_a_yaml_flag_set_to_false_is_its_opposite(tmp_path: Path) -> None:
 
 def test_all_yaml_problems_are_shown(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text("num-layerz: 4\nhidden-size: wide\nmoe-grouped-gemm: true\nmodels: {vocab-size: 3}\n")
+    path.write_text("num-layerz: 4\nhidden-size: wide\nmoe-router-fusion: true\nmodels: {vocab-size: 3}\n")
     texts = [str(error) for error in read_yaml(str(path)).errors]
     assert len(texts) == 4
     assert "models is not a section" in texts[0]
     assert "--num-layerz is not a known option" in texts[1]
     assert "--hidden-size does not take this value" in texts[2]
-    assert "planned with mixture of experts" in texts[3]
+    assert "needs TransformerEngine" in texts[3]
 
 
 @pytest.mark.parametrize(
