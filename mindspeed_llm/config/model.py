@@ -100,6 +100,10 @@ class ModelConfig:
     v_head_dim: int = 128
     """Latent attention: channels of a value."""
 
+    moe_router_group_experts: int | None = None
+    """Group-limited routing: experts of a group, its best ones, whose scores together are the group's; by default as
+    many as a token has in each chosen group."""
+
     embedding_multiplier: float = option(1.0, flags=("--scale-emb", "--embedding-multiplier-scale"))
     """Factor on the embeddings as they enter the first layer."""
 

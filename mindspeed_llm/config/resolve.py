@@ -38,7 +38,7 @@ ARCHITECTURE_FIELDS = SHAPE_FIELDS + names(
     layernorm_zero_centered_gamma activation_func window_size window_attn_skip_freq softmax_scale
     embedding_multiplier residual_multiplier output_multiplier output_logit_softcapping attn_logit_softcapping
     normalize_output_weight moe_router_topk moe_router_score_function moe_router_pre_softmax moe_router_num_groups
-    moe_router_group_topk moe_router_topk_scaling_factor moe_apply_probs_on_input
+    moe_router_group_topk moe_router_group_experts moe_router_topk_scaling_factor moe_apply_probs_on_input
     """
 )
 """What decides what a model computes from its tensors; a resumed run cannot change it."""

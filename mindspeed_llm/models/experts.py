@@ -16,6 +16,7 @@ _PLAIN: Mapping[str, Any] = {
     "moe_router_topk_scaling_factor": None,
     "moe_router_num_groups": None,
     "moe_router_group_topk": None,
+    "moe_router_group_experts": None,
     "moe_router_enable_expert_bias": False,
     "moe_shared_expert_intermediate_size": None,
     "moe_shared_expert_gate": False,
@@ -101,6 +102,65 @@ FIRST_LAYERS_DENSE = Derived(
     "first_k_dense_replace", to_values=_first_dense_to_values, to_hf=_first_dense_to_hf, depends=("num_layers",)
 )
 """How many layers at the start have no experts."""
+
+
+def _group_values(groups: int | None, chosen: int | None, judges: int) -> dict[str, Any]:
+    if (groups or 1) == 1:
+        groups = chosen = None
+    return {
+        "moe_router_num_groups": groups,
+        "moe_router_group_topk": chosen,
+        "moe_router_group_experts": judges if groups else None,
+    }
+
+
+def _group_keys(values: Values, judges: int) -> dict[str, Any]:
+    groups, chosen, few = (values[f"moe_router_{name}"] for name in ("num_groups", "group_topk", "group_experts"))
+    if groups and (few or values["moe_router_topk"] // chosen) != judges:
+        raise ConversionError(
+            "in this family so many of its experts judge a group",
+            got=f"--moe-router-group-experts {few}",
+            allowed=judges,
+        )
+    return {"n_group": groups or 1, "topk_group": chosen or 1}
+
+
+def groups(judges: int) -> Derived:
+    """Rule for groups of experts, of which a token chooses some by their ``judges`` best experts."""
+    return Derived(
+        "n_group",
+        "topk_group",
+        to_values=lambda hf_config: _group_values(hf_config.get("n_group"), hf_config.get("topk_group"), judges),
+        to_hf=lambda values: _group_keys(values, judges),
+        depends=("moe_router_topk",),
+    )
+
+
+def _greedy_to_values(hf_config: Values) -> dict[str, Any]:
+    methods = ("greedy", "group_limited_greedy")
+    method = hf_config.get("topk_method") or methods[0]
+    if method not in methods:
+        raise ConversionError("config.json: unknown topk_method", got=method, allowed=", ".join(methods))
+    limited = method == methods[1]
+    return _group_values(hf_config.get("n_group") if limited else None, hf_config.get("topk_group"), 1)
+
+
+def _greedy_to_hf(values: Values) -> dict[str, Any]:
+    method = "group_limited_greedy" if values["moe_router_num_groups"] else "greedy"
+    return {"topk_method": method, **_group_keys(values, 1)}
+
+
+GREEDY_GROUPS = Derived(
+    "topk_method",
+    "n_group",
+    "topk_group",
+    to_values=_greedy_to_values,
+    to_hf=_greedy_to_hf,
+    depends=("moe_router_topk",),
+)
+"""The same where ``topk_method`` says whether groups count; the best expert judges its group (DeepSeek-V2)."""
+
+GROUP_FIELDS = ("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_experts")
 
 
 def shared_experts(key: str) -> Derived:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mindspeed_llm.errors import ConfigError
+from mindspeed_llm.models.family import ModelFamily
 from mindspeed_llm.models.registry import families
 from mindspeed_llm.tools.compare import layouts
 from tests.distributed.pool import MAX_WORLD_SIZE
@@ -53,9 +54,33 @@ THOROUGH = {
         "one one+mbs8 tp2+sp+full tp4 pp2+vpp2 dp2 dp2+reduce dp2+dist+reduce tp2+pp2"
         " tp2+sp+pp2+dp2+dist+reduce+gather",
     ),
+    "mixtral": Model(
+        "mixtral",
+        {},
+        "one tp2+sp pp2 tp2+sp+pp2 dp2+ep2+alltoall dp2+ep2+dist+allgather dp4+ep4+dist+alltoall"
+        " tp2+sp+pp2+etp1+ep2+alltoall",
+    ),
+    "deepseek_v3": Model(
+        "deepseek_v3",
+        {},
+        "one+fixedbias tp2+sp+fixedbias pp2+fixedbias tp2+sp+pp2+fixedbias dp2+ep2+dist+allgather+fixedbias"
+        " dp4+ep4+dist+alltoall+fixedbias tp2+sp+pp2+etp1+ep2+alltoall+fixedbias",
+    ),
 }
-#: Every other family, which joins by existing: alone, and where most of the machinery works on it.
-FAMILIES = {name: Model(name, {}, "one tp2+sp+pp2") for name in families() if name not in THOROUGH}
+
+
+def _everywhere(family: ModelFamily) -> str:
+    """Layouts in which most of the machinery works on a family. transformers never moves the bias of an expert."""
+    values = family.config_to_values(family.tiny)
+    layouts = ["one", "tp2+sp+pp2"]
+    if values["num_moe_experts"]:
+        layouts += ["dp2+ep2+alltoall", "tp2+sp+pp2+etp1+ep2+alltoall"]
+    fixed = "+fixedbias" if values.get("moe_router_enable_expert_bias") else ""
+    return " ".join(layout + fixed for layout in layouts)
+
+
+#: Every other family, which joins by existing.
+FAMILIES = {name: Model(name, {}, _everywhere(family)) for name, family in families().items() if name not in THOROUGH}
 #: What makes other code run, in the layouts where it could go wrong.
 SPECIAL = {
     "one KV head": Model("q25", {"num_key_value_heads": 1}, "tp2 tp4+sp+mbs2"),
@@ -67,6 +92,7 @@ SPECIAL = {
     "dynamic rope": Model("llamadyn", {}, "tp2+sp"),
     "ALiBi, norm head": Model("baichuan13", {}, "one tp2+sp+pp2"),
     "biases": Model("llamabias", {}, "tp2+sp+pp2"),
+    "no latent queries, no groups": Model("deepseek_v2", {"q_lora_rank": None, "topk_method": "greedy"}, "tp2+sp+pp2"),
     "padded vocabulary": Model("q25", {"vocab_size": 323}, "one+divisor128 tp2+sp+divisor128 tp2+pp2+divisor128"),
     "padded vocabulary, tied": Model("q25tied", {"vocab_size": 323}, "tp4+divisor128 tp2+sp+pp2+divisor128"),
     "eight layers": Model("q25tied", {"num_hidden_layers": 8}, "pp4+vpp2"),

@@ -61,6 +61,10 @@ class SuiteTransformerConfig(TransformerConfig):
     v_head_dim: int = 128
     """Channels of a latent value."""
 
+    moe_router_group_experts: int | None = None
+    """Best experts of a group whose scores together are the group's; None: ``moe_router_topk // moe_router_group_topk``
+    (megatron-core)."""
+
     rotary_base_local: float | None = None
     """Theta of the layers with a window, which then know no scaling; None: all layers turn alike."""
     rope_scaling_type: Literal["linear", "dynamic", "yarn", "llama3", "longrope"] | None = None

@@ -36,8 +36,41 @@ from megatron.core.utils import divide
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
+class _BestInGroups:
+    """Stands where megatron-core asks a replay which experts to take: those of the groups that are best by the sum of
+    their ``judges`` best experts' scores, or of a replay that is in force."""
+
+    def __init__(self, judges: int, replay: Any) -> None:
+        self._judges, self._replay = judges, replay
+
+    def _choose(
+        self, scores: Tensor, topk: int, num_groups: int | None = None, group_topk: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Scores and indices ``[tokens, topk]`` of the chosen of ``scores [tokens, experts]``."""
+        assert num_groups is not None, "a rule demands it"
+        assert group_topk is not None, "a rule demands it"
+        grouped = scores.unflatten(-1, (num_groups, -1))
+        chosen = grouped.topk(self._judges, dim=-1).values.sum(-1).topk(group_topk, dim=-1).indices
+        others = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, chosen, False)
+        best = grouped.masked_fill(others.unsqueeze(-1), float("-inf")).flatten(-2).topk(topk, dim=-1)
+        return best.values, best.indices
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, _default: Any
+    ) -> tuple[Tensor, Tensor]:
+        """As megatron-core's ``RouterReplay``."""
+        if self._replay is None:
+            return self._choose(scores, topk, num_groups, group_topk)
+        return self._replay.get_replay_topk(scores, topk, num_groups, group_topk, self._choose)
+
+
 class Router(TopKRouter):
-    """megatron-core's router, whose scores are computed by torch."""
+    """megatron-core's router, whose scores are computed by torch; ``moe_router_group_experts`` judge each group."""
+
+    def __init__(self, config: SuiteTransformerConfig, pg_collection: Any = None) -> None:
+        super().__init__(config, pg_collection)
+        if config.moe_router_group_experts is not None:
+            self.router_replay: Any = _BestInGroups(config.moe_router_group_experts, self.router_replay)
 
     def gating(self, input: Tensor) -> Tensor:
         """Scores ``[..., experts]`` of tokens ``[..., hidden]``, in ``--moe-router-dtype`` or the tokens' own."""

@@ -29,6 +29,7 @@ _SWITCHES: dict[str, dict[str, Any]] = {
     "selective": {"recompute_granularity": "selective"},
     "fixedbias": {"moe_router_bias_update_rate": 0.0},
     "alltoall": {"moe_token_dispatcher_type": "alltoall"},
+    "allgather": {"moe_token_dispatcher_type": "allgather"},
 }
 _WORLD = ("tp", "pp", "dp")
 _SIZED = re.compile(rf"({'|'.join([*_SIZES, 'dp'])})([1-9]\d*)")
