@@ -222,6 +222,9 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         "--moe-intermediate-size": Alias(
             "transformer", "Same as --moe-ffn-hidden-size.", renamed("moe_ffn_hidden_size"), takes=1
         ),
+        "--multi-head-latent-attention": Alias(
+            "transformer", "Same as --multi-latent-attention.", sets(multi_latent_attention=True)
+        ),
         "--n-group": Alias("transformer", "Same as --moe-router-num-groups.", renamed("moe_router_num_groups"), 1),
         "--topk-group": Alias("transformer", "Same as --moe-router-group-topk.", renamed("moe_router_group_topk"), 1),
         "--routed-scaling-factor": Alias(

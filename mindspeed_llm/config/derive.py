@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
+from mindspeed_llm.config.latent import latent_sizes
+
 Values = Mapping[str, Any]
 Given = Collection[str]
 Changes = dict[str, Any]
@@ -70,7 +72,8 @@ def sequence_parallel(values: Values, given: Given) -> Changes:
 def architecture(values: Values, given: Given) -> Changes:
     """Sizes of feed-forward and heads that follow from the hidden size."""
     hidden, heads = values["hidden_size"], values["num_attention_heads"]
-    changes: Changes = {}
+    changes: Changes = latent_sizes(values)
+    values = {**values, **changes}
     if values["ffn_hidden_size"] is None and hidden > 0:
         # Megatron keeps the parameter count of a gated block near that of a plain one, in multiples of 64.
         swiglu = values["gated_linear_unit"] and values["activation_func"] == "silu"

@@ -49,6 +49,8 @@ NO_EFFECT: Mapping[str, NoEffect] = MappingProxyType(
         "--longrope-freqs-type": NoEffect(
             "both name the same frequencies, by another order of the factors", takes=1, only=("mul", "outer")
         ),
+        "--padded-base-length": NoEffect("attention takes heads of any size", takes=1),
+        "--mla-fa-without-pad": NoEffect("attention takes heads of any size"),
         "--moe-grouped-gemm": NoEffect("the experts of a rank are always computed together"),
         "--moe-permutation-async-comm": NoEffect("it is of a token dispatcher that megatron-core no longer has"),
         "--moe-permute-fusion": NoEffect(CHOSEN_AT_START),

@@ -146,10 +146,12 @@ REFUSED: tuple[Refused, ...] = (
         "step 6",
     ),
     Refused(
-        "planned with multi-head latent attention",
-        """multi-latent-attention multi-head-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-*-head-dim
-        v-head-dim mla-* *mla-* mscale mscale-all-dim rotary-scaling-factor rope-type padded-base-length
-        cache-mla-latents""",
+        "use --rope-scaling-type yarn, --rope-scaling-factor, --rope-scaling-mscale, --rope-scaling-mscale-all-dim",
+        "mscale mscale-all-dim rotary-scaling-factor rope-type",
+    ),
+    Refused(
+        "planned with more of latent attention",
+        "mla-* *mla-* cache-mla-latents",
         "step 6",
     ),
     Refused(

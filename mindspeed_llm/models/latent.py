@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
+from mindspeed_llm.config.latent import latent_scale
 from mindspeed_llm.errors import ConversionError
 from mindspeed_llm.models.family import Column, Derived, ParamMap, Row, Values
 from mindspeed_llm.models.rope import rope_of, rope_values
 
 _SIZES = ("num_attention_heads", "hidden_size", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-
-
-def _scale(channels: int, factor: float | None, mscale_all_dim: float | None) -> float | None:
-    """Factor on the scores: the inverse root of the channels, times yarn's temperature squared where all channels have
-    it [Peng et al. 2023, section 3.4]; None: the inverse root alone."""
-    if not mscale_all_dim or not factor or factor <= 1:
-        return None
-    return (0.1 * mscale_all_dim * math.log(factor) + 1.0) ** 2 * channels**-0.5
 
 
 def _to_values(hf_config: Values) -> dict[str, Any]:
@@ -51,7 +43,7 @@ def _to_values(hf_config: Values) -> dict[str, Any]:
         "qk_head_dim": hf_config["qk_nope_head_dim"],
         "qk_pos_emb_head_dim": rotated,
         "v_head_dim": hf_config["v_head_dim"],
-        "softmax_scale": _scale(
+        "softmax_scale": latent_scale(
             hf_config["qk_nope_head_dim"] + rotated,
             rope["rope_scaling_factor"] if yarn else None,
             rope["rope_scaling_mscale_all_dim"],
@@ -61,7 +53,7 @@ def _to_values(hf_config: Values) -> dict[str, Any]:
 
 def _to_hf(values: Values) -> dict[str, Any]:
     channels = values["qk_head_dim"] + values["qk_pos_emb_head_dim"]
-    scale = _scale(channels, values["rope_scaling_factor"], values["rope_scaling_mscale_all_dim"])
+    scale = latent_scale(channels, values["rope_scaling_factor"], values["rope_scaling_mscale_all_dim"])
     if values["softmax_scale"] != scale or not values["multi_latent_attention"]:
         raise ConversionError(
             "this family has latent attention, its scores scaled by its rotary scaling",

@@ -58,7 +58,22 @@ SHARED_EXPERT = {**MOE, "moe_shared_expert_intermediate_size": 16}
 # A token to two experts of four: a capacity of two of the eight tokens drops some.
 TIGHT = {**MOE, "moe_expert_capacity_factor": 0.5}
 
+LATENT = {
+    "multi_latent_attention": True,
+    "kv_lora_rank": 6,
+    "qk_head_dim": 6,
+    "qk_pos_emb_head_dim": 2,
+    "v_head_dim": 4,
+    "add_bias_linear": False,
+}
+
 CASES: dict[str, Case] = {
+    "multi_latent_attention": Case(True, LATENT, {"multi_latent_attention": False, "kv_lora_rank": None}),
+    "kv_lora_rank": Case(8, LATENT),
+    "q_lora_rank": Case(8, LATENT),
+    "qk_head_dim": Case(8, LATENT),
+    "qk_pos_emb_head_dim": Case(4, LATENT),
+    "v_head_dim": Case(8, LATENT),
     "position_embedding_type": Case("alibi"),
     "rotary_base_local": Case(50.0, {"window_size": (2, 0), "window_attn_skip_freq": 2}),
     "long_factor": Case((9.0, 9.0), {**LONGROPE, "rope_scaling_original_max_position_embeddings": 4}),
@@ -164,12 +179,12 @@ CASES: dict[str, Case] = {
 
 # Fields of ours that say what a model computes.
 OURS = names(
-    """position_embedding_type rotary_base rotary_base_local rotary_percent long_factor short_factor
-    embedding_multiplier input_embeds_norm embedding_layernorm residual_multiplier scale_depth output_multiplier
-    dim_model_base output_logit_softcapping attn_logit_softcapping normalize_output_weight pre_norm post_norm
-    qk_norm_over_heads first_k_dense_replace n_shared_experts norm_topk_prob seq_aux moe_tp_extend_ep
-    untie_embeddings_and_output_weights activation_func group_query_attention
-    init_method_xavier_uniform"""
+    """position_embedding_type q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rotary_base
+    rotary_base_local rotary_percent long_factor short_factor embedding_multiplier input_embeds_norm
+    embedding_layernorm residual_multiplier scale_depth output_multiplier dim_model_base output_logit_softcapping
+    attn_logit_softcapping normalize_output_weight pre_norm post_norm qk_norm_over_heads first_k_dense_replace
+    n_shared_experts norm_topk_prob seq_aux moe_tp_extend_ep untie_embeddings_and_output_weights activation_func
+    group_query_attention init_method_xavier_uniform"""
 )
 
 # These change when and how data travels, or only warn, and nothing that is computed: code that runs must ask for them.
