@@ -36,6 +36,7 @@ NO_EFFECT: Mapping[str, tuple[int | str, str]] = {
     "--add-dense-bias": (0, IN_CONFIG),
     "--embed-layernorm": (0, IN_CONFIG),
     "--post-norm": (0, IN_CONFIG),
+    "--first-k-dense-replace": (1, IN_CONFIG),
     "--w-pack": (1, IN_CONFIG),
     "--tokenizer-model": (1, FROM_WEIGHTS),
     "--tokenizer-type": (1, FROM_WEIGHTS),
@@ -50,7 +51,7 @@ NO_EFFECT: Mapping[str, tuple[int | str, str]] = {
 
 LORA = "adapters are not supported yet; merge them with the library that trained them"
 OLD = "models from before megatron-core are not read or written"
-EXPERTS = "families with experts are not supported yet"
+EXPERTS = "each expert is a tensor of its own, cut over the tensor-parallel ranks"
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
         ("--lora-load", "--lora-r", "--lora-alpha", "--lora-target-modules", "--save-lora-to-hf", "--qlora-nf4"), LORA
@@ -61,7 +62,6 @@ REFUSED: Mapping[str, str] = {
             "--moe-grouped-gemm",
             "--moe-tp-extend-ep",
             "--expert-tensor-parallel-size",
-            "--first-k-dense-replace",
             "--mla-mm-split",
             "--mtp-num-layers",
         ),

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -38,6 +39,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import exchange_utils
 from megatron.core.pipeline_parallel import p2p_communication
 from megatron.core.tensor_parallel import mappings
+from megatron.core.transformer.moe import token_dispatcher
 
 # ---------------------------------------------------------------------------------------------------------- primitives
 
@@ -88,6 +90,28 @@ def exchange() -> bool:
     who = exchange_utils.ShardDistribution({shard: 0}, {shard}, {}, {shard: [0, 0]})
     found = exchange_utils.exchange_loaded_tensors_broadcast({shard: loaded}, {}, who, dist.group.WORLD)
     return torch.equal(found[shard], loaded)
+
+
+def uneven_gather() -> bool:
+    """Whether parts of one row on rank 0, two rows on rank 1 and so on come together, in order."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    part = torch.full((rank + 1, 2), float(rank))
+    found = mappings._gather_along_first_dim(part, dist.group.WORLD, list(range(1, ranks + 1)))
+    return torch.equal(found, torch.cat([torch.full((other + 1, 2), float(other)) for other in range(ranks)]))
+
+
+def uneven_scatter() -> bool:
+    """Whether each rank gets the sum of its rows, one on rank 0, two on rank 1 and so on."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    sizes = list(range(1, ranks + 1))
+    whole = torch.arange(2.0 * sum(sizes)).view(-1, 2)
+    found = mappings._reduce_scatter_along_first_dim(whole * (rank + 1), dist.group.WORLD, sizes)
+    return torch.equal(found, whole.split(sizes)[rank] * sum(sizes))
+
+
+def sizes_on_the_host() -> bool:
+    """Whether the sizes of all-to-all messages are numbers that torch.distributed takes."""
+    return isinstance(token_dispatcher.maybe_move_tensor_to_cpu(torch.arange(3), as_numpy=True), np.ndarray)
 
 
 def wait(requests: Any) -> None:

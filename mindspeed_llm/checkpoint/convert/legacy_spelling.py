@@ -74,6 +74,7 @@ def require_megatron_core(label: object, keys: Collection[str]) -> None:
     kinds = {
         "language_model": "a model of Megatron-LM from before megatron-core (--use-legacy-models)",
         "lora_A": "a model with LoRA adapters beside its weights",
+        "mlp.experts.weight": "experts in one matrix (--moe-grouped-gemm); those in one each are read",
     }
     for mark, kind in kinds.items():
         strange = [key for key in keys if mark in key]

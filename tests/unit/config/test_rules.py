@@ -218,7 +218,6 @@ def test_refused(world_size: int, values: dict[str, Any], message: str) -> None:
         ("overlap_moe_expert_parallel_comm", True, "planned with overlapped messages of experts"),
         ("moe_enable_deepep", True, "libraries for CUDA"),
         ("moe_latent_size", 8, "wanted with more of mixture of experts"),
-        ("multi_latent_attention", True, "planned with multi-head latent attention"),
         ("fp8", "hybrid", "needs TransformerEngine"),
         ("fp4", "e2m1", "needs TransformerEngine"),
         ("cuda_graph_impl", "local", "needs CUDA graphs"),

@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,7 @@ def test_no_text_of_megatron_core_is_in_the_repository() -> None:
 def test_weights_on_the_page_are_those_that_transformers_saves(family: str) -> None:
     import torch
     import transformers
+    from transformers.core_model_loading import revert_weight_conversion
 
     described = families()[family]
     architecture = described.hf_architectures[0]
@@ -110,23 +112,25 @@ def test_weights_on_the_page_are_those_that_transformers_saves(family: str) -> N
             saved = set(ORACLES[family].relay(own, described.tiny))
         else:
             kind = getattr(transformers, architecture)
-            saved = set(kind(kind.config_class(**described.tiny, pad_token_id=None)).state_dict())
+            model = kind(kind.config_class(**described.tiny, pad_token_id=None))
+            saved = set(revert_weight_conversion(model, model.state_dict()))
     rows = [row for row in cells(section(page("models.md"), family)) if len(row) == 5 and row[0].startswith("`")]
     values = described.config_to_values(described.tiny)
-    existing = {
-        name.replace("layers.0.", "layers.{l}.")
-        for name in compile_names(described, values).entries
-        if ".1." not in name
-    }
+    entries = compile_names(described, values).entries
+    places = [("", ""), *product(range(values["num_layers"]), range(values["num_moe_experts"] or 1))]
     shown = {
-        name.replace("{l}", str(layer))
+        _placed(name, *place)
         for row in rows
-        if row[0].strip("`") in existing
+        for place in places
+        if _placed(row[0].strip("`"), *place) in entries
         for name in re.findall(r"`([^`]+)`", row[1])
-        for layer in range(values["num_layers"])
     }
     # A tied output layer is on the page, and stands in some state dicts.
     assert shown | {"lm_head.weight"} == saved | {"lm_head.weight"}
+
+
+def _placed(name: str, layer: object, expert: object) -> str:
+    return name.replace("{l}", str(layer)).replace("{e}", str(expert))
 
 
 def test_ops_say_where_they_never_ran() -> None:
@@ -246,7 +250,7 @@ def test_what_the_pages_about_moving_call_refused_is(name: str) -> None:
                 assert reason.comes == step[1], flag
             if "computes the same" in row[1]:
                 assert reason.trains_alike, flag
-    assert seen > 15
+    assert seen > 10
 
 
 def dictionaries(path: str) -> Iterator[dict[str, ast.expr]]:
