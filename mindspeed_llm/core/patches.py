@@ -81,21 +81,6 @@ def _uneven_gather(gather: Callable[..., Any]) -> Callable[..., Any]:
     return gather_parts
 
 
-def _uneven_scatter(scatter: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(scatter)
-    def scatter_parts(
-        input_: torch.Tensor, group: Any, input_split_sizes: list[int] | None = None, use_global_buffer: bool = False
-    ) -> torch.Tensor:
-        if input_split_sizes is None or group.size() == 1:
-            return scatter(input_, group, input_split_sizes, use_global_buffer)
-        ranks, rows = group.size(), input_split_sizes[group.rank()]
-        parts = input_.new_empty(ranks * rows, *input_.shape[1:])
-        dist.all_to_all_single(parts, input_.contiguous(), [rows] * ranks, input_split_sizes, group=group)
-        return parts.view(ranks, rows, *input_.shape[1:]).sum(0)
-
-    return scatter_parts
-
-
 def _alias_what_is_sent(send: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(send)
     def send_aliases(*, tensor_send_prev: Any, tensor_send_next: Any, **others: Any) -> Any:
@@ -176,18 +161,12 @@ def _off_cuda() -> list[Patch]:
                 "megatron.core.dist_checkpointing.exchange_utils:exchange_loaded_tensors_broadcast",
             )
         ),
-        *(
-            Patch(
-                target=f"megatron.core.tensor_parallel.mappings:{name}",
-                kind="wrap",
-                new=new,
-                why="gathers or scatters parts of different sizes, which gloo refuses",
-                remove_when="megatron-core does it with an all-to-all",
-            )
-            for name, new in (
-                ("_gather_along_first_dim", _uneven_gather),
-                ("_reduce_scatter_along_first_dim", _uneven_scatter),
-            )
+        Patch(
+            target="megatron.core.tensor_parallel.mappings:_gather_along_first_dim",
+            kind="wrap",
+            new=_uneven_gather,
+            why="gathers parts of different sizes, which gloo refuses",
+            remove_when="megatron-core does it with an all-to-all",
         ),
         Patch(
             target="megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",

@@ -100,15 +100,6 @@ def uneven_gather() -> bool:
     return torch.equal(found, torch.cat([torch.full((other + 1, 2), float(other)) for other in range(ranks)]))
 
 
-def uneven_scatter() -> bool:
-    """Whether each rank gets the sum of its rows, one on rank 0, two on rank 1 and so on."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    sizes = list(range(1, ranks + 1))
-    whole = torch.arange(2.0 * sum(sizes)).view(-1, 2)
-    found = mappings._reduce_scatter_along_first_dim(whole * (rank + 1), dist.group.WORLD, sizes)
-    return torch.equal(found, whole.split(sizes)[rank] * sum(sizes))
-
-
 def sizes_on_the_host() -> bool:
     """Whether the sizes of all-to-all messages are numbers that torch.distributed takes."""
     return isinstance(token_dispatcher.maybe_move_tensor_to_cpu(torch.arange(3), as_numpy=True), np.ndarray)
