@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from mindspeed_llm.checkpoint.convert.legacy_folders import find_tree
+from mindspeed_llm.checkpoint.convert.megatron_saves import find_megatron_save
 from mindspeed_llm.checkpoint.folders import (
     CONVERSION,
     NON_PERSISTENT,
@@ -32,13 +33,14 @@ class Origin:
 
     Attributes:
         kind: ``random``: nothing is loaded; ``hf``: a Hugging Face folder; ``per_rank``: the ``mp_rank_*`` files of
-            Megatron-LM, of which only the weights are read; ``checkpoint``: one of our own.
+            Megatron-LM, ``megatron``: a ``torch_dist`` save of it, of both of which only the weights are read;
+            ``checkpoint``: one of our own.
         folder: where it is.
         iteration: of the checkpoint.
         weights_only: the run starts from the weights of a checkpoint rather than going on with it.
     """
 
-    kind: Literal["random", "hf", "per_rank", "checkpoint"]
+    kind: Literal["random", "hf", "per_rank", "megatron", "checkpoint"]
     folder: Path | None = None
     iteration: int = 0
     weights_only: bool = False
@@ -79,14 +81,14 @@ def find_origin(cfg: RunConfig) -> Origin:
                     fix="save elsewhere; to go on from there, --load that folder and keep --hf-config here",
                 )
             return Origin("hf", folder)
-        tree = find_tree(folder, checkpoint.ckpt_step)
-        if tree is not None:
-            if saving in (here, os.path.realpath(tree)):
+        theirs = _of_megatron(folder, checkpoint.ckpt_step)
+        if theirs is not None:
+            if theirs.folder is not None and saving in (here, os.path.realpath(theirs.folder)):
                 raise CheckpointError(
-                    f"--save {checkpoint.save} holds the per-rank checkpoint that --load reads",
+                    f"--save {checkpoint.save} holds the checkpoint of Megatron-LM that --load reads",
                     fix="save elsewhere; to go on from there, --load that folder and --pretrained-checkpoint this one",
                 )
-            return Origin("per_rank", tree)
+            return theirs
     if checkpoint.ckpt_step is not None:
         root = root_with(folder, non_persistent, checkpoint.ckpt_step)
         require_save(root, checkpoint.ckpt_step)
@@ -97,6 +99,15 @@ def find_origin(cfg: RunConfig) -> Origin:
         if iteration is not None:
             return _checkpoint(root, iteration)
     return _without_saves(cfg, folder, restart=saving == here)
+
+
+def _of_megatron(folder: Path, step: int | None) -> Origin | None:
+    """Weights to start from that Megatron-LM or MindSpeed-LLM saved; None where there are none."""
+    tree = find_tree(folder, step)
+    if tree is not None:
+        return Origin("per_rank", tree)
+    save = find_megatron_save(folder, step)
+    return Origin("megatron", save) if save is not None else None
 
 
 def _without_saves(cfg: RunConfig, folder: Path, *, restart: bool) -> Origin:
@@ -142,9 +153,9 @@ def _start(cfg: RunConfig) -> Origin:
     folder = Path(given)
     if (folder / CONFIG).is_file():
         return Origin("hf", folder)
-    tree = find_tree(folder)
-    if tree is not None:
-        return Origin("per_rank", tree)
+    theirs = _of_megatron(folder, None)
+    if theirs is not None:
+        return theirs
     iteration = latest_iteration(folder)
     if iteration is None:
         raise CheckpointError(

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mindspeed_llm.checkpoint import hf_io
 from mindspeed_llm.checkpoint.convert.legacy_folders import find_tree
+from mindspeed_llm.checkpoint.convert.megatron_saves import is_release
 from mindspeed_llm.checkpoint.folders import TRACKER, latest_iteration, require_save
 from mindspeed_llm.checkpoint.trusted import read_common, read_metadata, read_object
 from mindspeed_llm.errors import CheckpointError
@@ -32,6 +33,8 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 OPTIMIZER, RNG = "optimizer.", "rng_state/"
 FLAT = "optimizer.distributed."
 _PARAMETER_ALIGNMENT = 64
+_CHAINED = re.compile(r"^chained_\d+\.")
+"""What megatron-core puts before the names of an optimizer's state where there are several optimizers."""
 _SAVE_NAME = re.compile(r"iter_\d{7,}(\..*)?")
 
 
@@ -64,7 +67,7 @@ class StoredTensor:
     @property
     def group(self) -> str:
         """``weights`` or ``optimizer``."""
-        return "optimizer" if self.name.startswith(OPTIMIZER) else "weights"
+        return "optimizer" if _CHAINED.sub("", self.name).startswith(OPTIMIZER) else "weights"
 
     @property
     def numel(self) -> int:
@@ -299,6 +302,8 @@ def find_save(folder: Path, step: int | None) -> Path | None:
             got=sorted(path.name for path in folder.iterdir())[:8],
             allowed="a --save folder, one iter_* folder of it, or a Hugging Face folder with config.json",
         )
+    if step is None and is_release(folder):
+        return folder / "release"
     iteration = latest_iteration(folder) if step is None else step
     if iteration is None:
         raise CheckpointError(f"{folder} holds no complete save", fix="give a draft's own folder to look into it")

@@ -5,10 +5,11 @@ what it may name:
 
 * ``.metadata``, the index of a ``torch_dist`` save: a bare pickle of torch's ``Metadata``, with :data:`METADATA_NAMES`.
   It grows with the number of shards, so it is read by Python's fast unpickler.
-* files of ``torch.save`` (``common.pt``, objects inside ``.distcp`` files, ``pytorch_model.bin``): by torch's
-  ``weights_only`` reader, with what torch allows and :data:`OBJECT_NAMES`, and nothing that other libraries have added.
-* per-rank files of Megatron-LM and MindSpeed (``model_optim_rng.pt``): the same with :data:`LEGACY_NAMES`; classes of
-  the software that wrote them become :class:`Inert` stand-ins, so that it need not be installed.
+* files of ``torch.save`` (objects inside ``.distcp`` files, ``pytorch_model.bin``): by torch's ``weights_only`` reader,
+  with what torch allows and :data:`OBJECT_NAMES`, and nothing that other libraries have added.
+* what Megatron-LM and MindSpeed keep their arguments in (``common.pt``, which is ours, too, and the per-rank
+  ``model_optim_rng.pt``): the same with :data:`LEGACY_NAMES`; classes of the software that wrote them become
+  :class:`Inert` stand-ins, so that it need not be installed.
 """
 
 # pyright: basic, reportPrivateUsage=false
@@ -107,10 +108,10 @@ LEGACY_NAMES: Mapping[str, Any] = {
     "_io.BytesIO": io.BytesIO,
     "torch_npu.utils.storage._rebuild_npu_tensor": _rebuild_npu_tensor,
 }
-"""What per-rank files may name besides; :data:`INERT` comes on top."""
+"""What files with arguments may name besides; :data:`INERT` comes on top."""
 
 INERT = re.compile(r"(torch_npu|megatron|mindspeed\w*|modellink|ascendspeed|transformer_engine)\.")
-"""Where the classes come from that per-rank files hold and nobody needs: settings, enumerations, tokenizers."""
+"""Where the classes come from that such files hold and nobody needs: settings, enumerations, tokenizers."""
 
 
 class Inert:
@@ -195,7 +196,8 @@ def file_beside(index: Path, name: object) -> Path:
 
 
 def read_common(path: Path) -> dict[str, Any]:
-    """What a ``torch_dist`` save holds besides its shards: counters, schedule, configuration.
+    """What a ``torch_dist`` save holds besides its shards: counters, schedule, configuration; in those of Megatron-LM
+    its arguments.
 
     Args:
         path: ``common.pt``.
@@ -203,7 +205,7 @@ def read_common(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it cannot be read, names what it may not, or has something else where we keep mappings.
     """
-    found = _mapping(path, read_object(path, path))
+    found = _mapping(path, read_with_stand_ins(path, path))
     config = found.get("config", {})
     parts = {name: found.get(name, {}) for name in ("config", "layout", "progress", "content_metadata")}
     parts |= {f"config, {name}": part for name, part in (config.items() if isinstance(config, dict) else ())}
@@ -245,18 +247,34 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 def read_legacy(path: Path) -> dict[str, Any]:
     """A per-rank file of Megatron-LM or MindSpeed: ``mp_rank_*/model_optim_rng.pt``, ``distrib_optim.pt``.
 
-    Objects of the software that wrote it become :class:`Inert`; tensors stay on the disk until they are used.
+    Tensors stay on the disk until they are used.
 
     Raises:
         CheckpointError: it cannot be read, or names what it may not.
     """
-    with reading(path), only_names(LEGACY_NAMES):
-        unknown = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    return _mapping(path, read_with_stand_ins(path, path, mmap=True))
+
+
+def read_with_stand_ins(source: Path | IO[bytes], label: object, *, mmap: bool = False) -> Any:
+    """An object of ``torch.save``, in which those of the software that wrote it become :class:`Inert`.
+
+    Args:
+        source: a file, or what stands for one.
+        label: how errors call it.
+        mmap: leave tensors on the disk until they are used; ``source`` is a path then.
+
+    Raises:
+        CheckpointError: it cannot be read, or names what it may not.
+    """
+    with reading(label), only_names(LEGACY_NAMES):
+        unknown = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(source))
     refused = [name for name in unknown if not INERT.match(name)]
     if refused:
-        raise _refused(path, ", ".join(refused))
-    with reading(path), only_names({**LEGACY_NAMES, **{name: _stand_in(name) for name in unknown}}):
-        return _mapping(path, torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+        raise _refused(label, ", ".join(refused))
+    with reading(label), only_names({**LEGACY_NAMES, **{name: _stand_in(name) for name in unknown}}):
+        if not isinstance(source, Path):
+            source.seek(0)
+        return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
 
 
 def _stand_in(name: str) -> type[Inert]:

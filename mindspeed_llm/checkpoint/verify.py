@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_llm.checkpoint import hf_io
+from mindspeed_llm.checkpoint.convert.megatron_saves import is_release
 from mindspeed_llm.checkpoint.folders import (
     TRACKER,
     complete_iterations,
@@ -34,7 +35,7 @@ from mindspeed_llm.checkpoint.survey import (
     is_root,
     is_save,
 )
-from mindspeed_llm.checkpoint.trusted import read_object
+from mindspeed_llm.checkpoint.trusted import read_with_stand_ins
 from mindspeed_llm.errors import CheckpointError
 
 
@@ -48,7 +49,8 @@ def verify(folder: Path, step: int | None) -> Iterator[str]:
     Raises:
         CheckpointError: the folder is no checkpoint at all.
     """
-    if step is None and folder.is_dir() and is_root(folder) and not is_save(folder) and not hf_io.is_hf_folder(folder):
+    one = is_save(folder) or is_release(folder) or hf_io.is_hf_folder(folder)
+    if step is None and folder.is_dir() and is_root(folder) and not one:
         yield from _tracker(folder)
         complete = complete_iterations(folder)
         if not complete:
@@ -224,7 +226,7 @@ def _contents(save: Save, broken: dict[str, str]) -> Iterator[str]:
         if place is not None and place.file not in broken:
             try:
                 what = f"{place.file}: {name}"
-                read_object(save.read_bytes(place, what), what)
+                read_with_stand_ins(save.read_bytes(place, what), what)
             except CheckpointError as error:
                 yield line(error)
 

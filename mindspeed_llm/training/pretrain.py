@@ -37,7 +37,14 @@ from mindspeed_llm.training.save_load import Saver, load_checkpoint
 from mindspeed_llm.training.setup import setup
 from mindspeed_llm.training.state import Run
 from mindspeed_llm.training.streams import open_streams
-from mindspeed_llm.training.weights import check_exports, check_outputs, export_hf, load_from_hf, load_from_tree
+from mindspeed_llm.training.weights import (
+    check_exports,
+    check_outputs,
+    export_hf,
+    family_of,
+    load_from_hf,
+    load_from_megatron,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +63,8 @@ def pretrain(cfg: RunConfig) -> None:
 def _pretrain(cfg: RunConfig) -> None:
     started = time.monotonic()
     origin = find_origin(cfg)
+    if origin.kind in _OF_MEGATRON:
+        family_of(cfg)
     check_exports(cfg)
     check_outputs(cfg)
     total = total_iterations(cfg)
@@ -162,6 +171,7 @@ def _run(
     reporter.close()
 
 
+_OF_MEGATRON = ("per_rank", "megatron")
 _FRESH = "these are weights to start from: the run begins at iteration 0 with a fresh optimizer"
 
 
@@ -169,9 +179,9 @@ def _set_up(cfg: RunConfig, origin: Origin) -> Run:
     folder = origin.folder
     if origin.kind == "hf" and folder is not None:
         return setup(cfg, lambda chunks: load_from_hf(cfg, folder, chunks))
-    if origin.kind == "per_rank" and folder is not None:
-        logger.info(_FRESH)
-        return setup(cfg, lambda chunks: load_from_tree(cfg, folder, chunks))
+    if origin.kind in _OF_MEGATRON and folder is not None:
+        logger.info("%s is a save of Megatron-LM, of which the weights alone are read; %s", folder, _FRESH)
+        return setup(cfg, lambda chunks: load_from_megatron(cfg, folder, chunks))
     run = setup(cfg)
     if origin.kind == "checkpoint" and folder is not None:
         load_checkpoint(run, folder, origin.iteration, weights_only=origin.weights_only)

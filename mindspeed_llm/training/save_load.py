@@ -265,7 +265,7 @@ def _require_architecture(run: Run, folder: Path, common: dict[str, Any]) -> Non
             f"{folder} is a checkpoint of other software",
             got=sorted(map(str, common))[:8],
             allowed="one that says which model it is of",
-            fix="export it to a Hugging Face folder there, and --load that",
+            fix="convert_ckpt.py --load-model-type mg --hf-cfg-dir MODEL makes one of its weights; --load that",
         )
     stored = {name: value for section in common["config"].values() for name, value in section.items()}
     differs = {

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mindspeed_llm.checkpoint import hf_io
-from mindspeed_llm.checkpoint.convert.legacy_load import load_tree_weights
+from mindspeed_llm.checkpoint.convert.legacy_load import load_megatron_weights
 from mindspeed_llm.checkpoint.engine import load_hf_weights
 from mindspeed_llm.checkpoint.export import ParallelGroups, check_export, save_hf
 from mindspeed_llm.config.run import RunConfig
@@ -59,9 +59,9 @@ def load_from_hf(cfg: RunConfig, folder: Path, chunks: list[Any]) -> None:
     )
 
 
-def load_from_tree(cfg: RunConfig, folder: Path, chunks: list[Any]) -> None:
-    """Fill this rank's chunks from the per-rank files of a save of Megatron-LM."""
-    load_tree_weights(
+def load_from_megatron(cfg: RunConfig, folder: Path, chunks: list[Any]) -> None:
+    """Fill this rank's chunks from a save of Megatron-LM: a per-rank tree, or a ``torch_dist`` folder."""
+    load_megatron_weights(
         chunks,
         family_of(cfg),
         folder,

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import mindspeed_llm.core  # noqa: F401  brings megatron-core in behind its seam
+from mindspeed_llm.config.run import RunConfig
 from tests.distributed.cases_hf_weights import configuration, load
 
 from megatron.core import parallel_state
@@ -27,16 +28,25 @@ def save_tree(folder: Path, out: Path, **flags: Any) -> None:
     """
     cfg = configuration(folder, **flags)
     chunks = load(folder, cfg)
-    sizes = {
-        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
-        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
-    }
     name = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"
-    if sizes["pipeline_model_parallel_size"] > 1:
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         name += f"_{parallel_state.get_pipeline_model_parallel_rank():03d}"
+    models = [chunk.state_dict_for_save_checkpoint() for chunk in chunks]
+    state: dict[str, Any] = {"args": arguments(cfg), "checkpoint_version": 3.0, "iteration": 7}
+    state |= {"model": models[0]} if len(models) == 1 else {f"model{i}": model for i, model in enumerate(models)}
+    state["optimizer"] = {"state": {0: {"exp_avg": torch.ones(9)}}, "param_groups": [{"lr": 1e-3}]}
+    state["rng_state"] = [{"np_rng_state": np.random.get_state(), "torch_rng_state": torch.get_rng_state()}]
+    (out / name).mkdir(parents=True)
+    torch.save(state, out / name / "model_optim_rng.pt")
+    dist.barrier()
+
+
+def arguments(cfg: RunConfig, **more: Any) -> argparse.Namespace:
+    """Megatron-LM's command line for the model of ``cfg`` in this layout."""
     t = cfg.transformer
-    args = argparse.Namespace(
-        **sizes,
+    return argparse.Namespace(
+        tensor_model_parallel_size=t.tensor_model_parallel_size,
+        pipeline_model_parallel_size=t.pipeline_model_parallel_size,
         expert_model_parallel_size=1,
         num_layers=t.num_layers,
         hidden_size=t.hidden_size,
@@ -55,12 +65,5 @@ def save_tree(folder: Path, out: Path, **flags: Any) -> None:
         rotary_base=1000000,
         params_dtype=torch.float32,
         rope_scaling_factor=8.0,
+        **more,
     )
-    models = [chunk.state_dict_for_save_checkpoint() for chunk in chunks]
-    state: dict[str, Any] = {"args": args, "checkpoint_version": 3.0, "iteration": 7}
-    state |= {"model": models[0]} if len(models) == 1 else {f"model{i}": model for i, model in enumerate(models)}
-    state["optimizer"] = {"state": {0: {"exp_avg": torch.ones(9)}}, "param_groups": [{"lr": 1e-3}]}
-    state["rng_state"] = [{"np_rng_state": np.random.get_state(), "torch_rng_state": torch.get_rng_state()}]
-    (out / name).mkdir(parents=True)
-    torch.save(state, out / name / "model_optim_rng.pt")
-    dist.barrier()

@@ -109,7 +109,7 @@ def test_a_run_starts_from_a_tree_of_another_layout(
     [
         ("q25", (), "untie_embeddings_and_output_weights True"),
         ("q25tied", ("--rotary-base", "5000"), "rotary_base 5000.0"),
-        ("q25tied", ("--save", "tree"), "holds the per-rank checkpoint that --load reads"),
+        ("q25tied", ("--save", "tree"), "holds the checkpoint of Megatron-LM that --load reads"),
     ],
 )
 def test_a_tree_of_another_model_does_not_start_a_run(

@@ -1,11 +1,12 @@
-"""The ``args`` inside per-rank files: Megatron-LM's command line as it was, with flag names as attributes."""
+"""The ``args`` inside Megatron-LM's checkpoints: its command line as it was, with flag names as attributes."""
 
 # pyright: basic
 # Attributes of a namespace have no types.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from mindspeed_llm.config.spelled import as_flag, read_settings
 from mindspeed_llm.config.values import convert
 from mindspeed_llm.errors import ConfigError, ConversionError
 
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _RENAMED: Mapping[str, str] = {
     "layernorm_epsilon": "norm_epsilon",
     "layernorm_zero_centered_gamma": "apply_layernorm_1p",
@@ -54,7 +56,8 @@ def recorded_values(args: object) -> dict[str, Any]:
     Raises:
         ConversionError: an attribute has a value that its field cannot have.
     """
-    attributes = {name: value for name, value in vars(args).items() if value is not None}
+    given = vars(args) if isinstance(args, SimpleNamespace) else {}
+    attributes = {name: value for name, value in given.items() if value is not None}
     wanted = {*ARCHITECTURE_FIELDS, *_SIZES} - {"num_layers", "vocab_size"}
     if not attributes.get("use_rope_scaling") and "rope_scaling_type" not in attributes:
         # Megatron-LM's flags of scaling have defaults that say nothing then.
@@ -77,6 +80,23 @@ def recorded_values(args: object) -> dict[str, Any]:
     if "num_attention_heads" in found:
         found.setdefault("num_query_groups", found["num_attention_heads"])
     return found
+
+
+def kept_values(common: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Fields of the run configuration that ``common.pt`` gives: in our own saves all, in those of Megatron-LM what
+    :func:`recorded_values` finds in ``args``, and ``num_layers``, which is counted.
+
+    Args:
+        common: its content.
+        names: of the weights.
+
+    Raises:
+        ConversionError: see there.
+    """
+    if "args" not in common:
+        return {name: value for section in common.get("config", {}).values() for name, value in section.items()}
+    layers = {match[1] for name in names if (match := _LAYER.match(name))}
+    return {**recorded_values(common["args"]), "num_layers": len(layers)}
 
 
 def noop_layers(args: object) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Weights from a per-rank tree straight into a live, sharded model, whatever layouts the two have."""
+"""Weights that Megatron-LM saved straight into a live, sharded model, whatever layouts the two have."""
 
 # pyright: basic
 # torch.distributed has no types.
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mindspeed_llm.checkpoint.convert.conversion import open_megatron
 from mindspeed_llm.checkpoint.convert.legacy_reader import LegacySource, LegacyTree
 from mindspeed_llm.checkpoint.convert.views import Repadded
 from mindspeed_llm.checkpoint.engine import Problems, cut_over, live_tensors
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 @torch.no_grad()
-def load_tree_weights(
+def load_megatron_weights(
     chunks: Sequence[nn.Module],
     family: ModelFamily,
     folder: Path,
@@ -41,20 +42,20 @@ def load_tree_weights(
 
     Args:
         chunks: this rank's model chunks, wrapped or not.
-        folder: the save that the ``mp_rank_*`` folders are in.
+        folder: the save: a per-rank tree, or a ``torch_dist`` folder.
         tp_rank: which part of a tensor is this rank's.
         tp_size: over how many ranks a tensor is cut.
         etp: the same two for tensors of experts.
 
     Raises:
-        CheckpointError: the tree is damaged, or of another model.
+        CheckpointError: the save is damaged, or of another model.
         ConversionError: its tensors do not fit the model; nothing was written then.
     """
     values = values_of(cfg)
-    tree = LegacyTree(folder)
-    _require_model(tree, values)
+    _, opened = open_megatron(folder, None)
+    _require_model(folder, opened.values, values)
     table = compile_names(family, values)
-    source, live = LegacySource(tree, table), live_tensors(chunks)
+    source, live = LegacySource(opened, table) if isinstance(opened, LegacyTree) else opened, live_tensors(chunks)
     original = {entry.hf: name for name, entry in table.entries.items() if entry.exported}
     stored = {name: original[table.entries[name].hf] for name in live if name in table.entries}
     problems = Problems()
@@ -76,20 +77,20 @@ def load_tree_weights(
         for start, stop in local_rows(rule, shape[0], rank, size):
             target.data[at : at + stop - start].copy_(padded.read(stored[name], (start, stop), columns))
             at += stop - start
-    logger.info("loaded %d tensors of %s from the per-rank files of %s", len(live), family.name, folder)
+    logger.info("loaded %d tensors of %s, as Megatron-LM saved them in %s", len(live), family.name, folder)
 
 
-def _require_model(tree: LegacyTree, values: Mapping[str, Any]) -> None:
+def _require_model(folder: Path, recorded: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     """A model that computes something else would load every tensor that happens to fit."""
     differs = [
         name
-        for name in sorted(ARCHITECTURE_FIELDS & tree.values.keys())
-        if name != "vocab_size" and tree.values[name] != values[name]
+        for name in sorted(ARCHITECTURE_FIELDS & recorded.keys())
+        if name != "vocab_size" and recorded[name] != values[name]
     ]
     if differs:
         raise CheckpointError(
-            f"the checkpoint {tree.folder} is of another model",
+            f"the checkpoint {folder} is of another model",
             got=", ".join(f"{name} {values[name]}" for name in differs),
-            allowed=", ".join(f"{name} {tree.values[name]}" for name in differs),
+            allowed=", ".join(f"{name} {recorded[name]}" for name in differs),
             fix="give the --hf-config, or the architecture flags, of the run that saved it",
         )

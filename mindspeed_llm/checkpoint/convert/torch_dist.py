@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mindspeed_llm.checkpoint.convert.legacy_archive import ALIGNMENT, Later, TensorArchive
+from mindspeed_llm.checkpoint.convert.legacy_args import kept_values
 from mindspeed_llm.checkpoint.convert.legacy_spelling import local_name
 from mindspeed_llm.checkpoint.convert.streams import Target
 from mindspeed_llm.checkpoint.durable import sync_file
@@ -109,8 +110,7 @@ class TorchDistSource:
     @property
     def values(self) -> Mapping[str, Any]:
         """See :class:`MegatronSource`."""
-        recorded = self._save.common().get("config", {})
-        return {name: value for section in recorded.values() for name, value in section.items()}
+        return kept_values(self._save.common(), self.tensors)
 
     def read(self, name: str, rows: tuple[int, int] | None = None, columns: tuple[int, int] | None = None) -> Tensor:
         """See :class:`TensorSource`.

@@ -26,8 +26,17 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from mindspeed_llm.checkpoint import hf_io, trusted
+from mindspeed_llm.checkpoint.convert.megatron_saves import is_megatron_save
 from mindspeed_llm.checkpoint.hf_io import read_config
-from mindspeed_llm.checkpoint.trusted import Inert, read_common, read_legacy, read_metadata, read_object, read_tensors
+from mindspeed_llm.checkpoint.trusted import (
+    Inert,
+    read_common,
+    read_legacy,
+    read_metadata,
+    read_object,
+    read_tensors,
+    read_with_stand_ins,
+)
 from mindspeed_llm.data.tokenizer.build import load_tokenizer
 from mindspeed_llm.errors import CheckpointError, ConversionError, DataError
 from mindspeed_llm.models.registry import family_for
@@ -291,7 +300,10 @@ class Backend(enum.Enum):
     FLASH = 3
 
 
-def test_legacy_files_are_read_without_their_software(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("read", [read_legacy, read_common])
+def test_files_of_megatron_are_read_without_their_software(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[Path], dict[str, Any]]
+) -> None:
     model = {"weight": torch.arange(6.0).reshape(2, 3).t(), "bias": torch.ones(2, dtype=torch.bfloat16)}
     rng = [{"np_rng_state": np.random.get_state(), "random_rng_state": random.getstate()}]
     path = tmp_path / "model_optim_rng.pt"
@@ -303,19 +315,19 @@ def test_legacy_files_are_read_without_their_software(tmp_path: Path, monkeypatc
         arguments = argparse.Namespace(
             hidden_size=8, params_dtype=torch.bfloat16, stop=signal.SIGTERM, backend=Backend.FLASH, tokenizer=tokenizer
         )
-        torch.save({"args": arguments, "model": model, "iteration": 5, "rng_state": rng, "config": config}, path)
+        torch.save({"args": arguments, "model": model, "iteration": 5, "rng_state": rng, "more": config}, path)
 
-    found = read_legacy(path)
+    found = read(path)
     assert found["iteration"] == 5
     assert all(torch.equal(found["model"][name], value) for name, value in model.items())
     settings = vars(found["args"])
     assert (settings["hidden_size"], settings["params_dtype"], settings["stop"]) == (8, torch.bfloat16, signal.SIGTERM)
     np.testing.assert_equal(found["rng_state"], rng)
-    for stand_in in (settings["backend"], settings["tokenizer"], found["config"]):
+    for stand_in in (settings["backend"], settings["tokenizer"], found["more"]):
         assert isinstance(stand_in, Inert)
     assert settings["backend"].args == (3,)
     assert settings["tokenizer"].state == {"vocab": ["a"]}
-    assert repr(found["config"]) == "<megatron.training.old.OldConfig, not loaded>"
+    assert repr(found["more"]) == "<megatron.training.old.OldConfig, not loaded>"
     assert not {"torch_npu", "mindspeed_llm_old", "megatron.training.old"} & set(sys.modules)
 
 
@@ -334,7 +346,30 @@ def test_tensors_of_an_npu_are_read_on_the_cpu(tmp_path: Path, monkeypatch: pyte
 def test_only_whole_names_of_packages_are_inert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     with monkeypatch.context() as patch:
         torch.save({"a": put(patch, module, "Kind", type("Kind", (), {}))()}, tmp_path / "x.pt")
-    if module.startswith("mindspeed"):
-        assert isinstance(read_legacy(tmp_path / "x.pt")["a"], Inert)
-    else:
-        assert f"got: {module}.Kind" in error_of(read_legacy, tmp_path / "x.pt")
+    for read in (read_legacy, read_common):
+        if module.startswith("mindspeed"):
+            assert isinstance(read(tmp_path / "x.pt")["a"], Inert)
+        else:
+            assert f"got: {module}.Kind" in error_of(read, tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("name", POISONS)
+def test_poisoned_arguments_run_nothing(tmp_path: Path, name: str) -> None:
+    """Whose save it is is seen without reading it; then it is refused like any other."""
+    for args in (argparse.Namespace(lr=POISONS[name]), argparse.Namespace(**{"a": [{"b": POISONS[name]}]})):
+        torch.save({"args": args, "iteration": 1}, tmp_path / "common.pt")
+        assert is_megatron_save(tmp_path)
+        assert "without running code" in error_of(read_common, tmp_path / "common.pt")
+        with (tmp_path / "common.pt").open("rb") as file, pytest.raises(CheckpointError, match="without running code"):
+            read_with_stand_ins(file, "common.pt")
+
+
+@pytest.mark.parametrize("size", [0, 1, 40, 300])
+def test_whose_save_a_damaged_one_is_is_not_known(tmp_path: Path, size: int) -> None:
+    assert not is_megatron_save(tmp_path)
+    torch.save({"args": argparse.Namespace(lr=1)}, tmp_path / "common.pt")
+    os.truncate(tmp_path / "common.pt", size)
+    assert not is_megatron_save(tmp_path)
+    (tmp_path / "common.pt").unlink()
+    (tmp_path / "common.pt").mkdir()
+    assert not is_megatron_save(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,15 @@ def saves(root: Path, *iterations: int) -> Path:
         folder = root / f"iter_{iteration:07d}"
         folder.mkdir(parents=True)
         (folder / "metadata.json").write_text("{}")
+    return root
+
+
+def of_megatron(root: Path, name: str, tracker: str) -> Path:
+    """A save with what tells Megatron-LM's from ours."""
+    (root / name).mkdir(parents=True)
+    (root / name / "metadata.json").write_text("{}")
+    torch.save({"args": argparse.Namespace(lr=1.0), "iteration": 7}, root / name / "common.pt")
+    (root / TRACKER).write_text(tracker)
     return root
 
 
@@ -76,6 +86,27 @@ def test_a_step_is_looked_for_among_the_saves_that_are_not_persistent_too(tmp_pa
     root, other = saves(tmp_path / "save", 10), saves(tmp_path / "save" / "non_persistent", 10, 12)
     assert find_origin(configuration(load=str(root), ckpt_step=12)) == Origin("checkpoint", other, 12)
     assert find_origin(configuration(load=str(root), ckpt_step=10)) == Origin("checkpoint", root, 10)
+
+
+@pytest.mark.parametrize(("name", "tracker"), [("iter_0000007", "7"), ("release", "release\n")])
+def test_a_save_of_megatron_is_weights_to_start_from(tmp_path: Path, name: str, tracker: str) -> None:
+    root, other = of_megatron(tmp_path / "theirs", name, tracker), str(tmp_path / "other")
+    found = Origin("megatron", root / name)
+    assert find_origin(configuration(load=str(root))) == found
+    assert find_origin(configuration(load=str(root / name), save=other)) == found
+    assert find_origin(configuration(pretrained_checkpoint=str(root), load=other, save=other)) == found
+    for save in (root, root / name):
+        with pytest.raises(CheckpointError, match="holds the checkpoint of Megatron-LM"):
+            find_origin(configuration(load=str(root), save=str(save)))
+    if tracker == "7":
+        assert find_origin(configuration(load=str(root), ckpt_step=7)) == found
+        (root / TRACKER).unlink()
+        assert find_origin(configuration(load=str(root))) == found
+
+
+def test_one_of_ours_beside_theirs_is_gone_on_with(tmp_path: Path) -> None:
+    root = saves(of_megatron(tmp_path, "iter_0000007", "9"), 9)
+    assert find_origin(configuration(load=str(root), save=str(root))) == Origin("checkpoint", root, 9)
 
 
 def test_links_that_lead_round_in_a_circle_are_no_folder(tmp_path: Path) -> None:
