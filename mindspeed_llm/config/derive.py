@@ -130,6 +130,8 @@ def experts(values: Values, given: Given) -> Changes:
     capacity = values["moe_expert_capacity_factor"]
     if capacity is not None and capacity < 0:
         changes["moe_expert_capacity_factor"] = None
+    if values["moe_z_loss_coeff"] == 0:
+        changes["moe_z_loss_coeff"] = None
     return changes | _routing(values)
 
 

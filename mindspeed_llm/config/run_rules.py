@@ -22,13 +22,13 @@ POSITIVE = names(
     rotary_base rope_scaling_factor loss_scale initial_loss_scale num_dataset_builder_threads
     num_moe_experts moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk moe_router_num_groups
     moe_router_group_topk moe_router_topk_scaling_factor moe_expert_capacity_factor expert_model_parallel_size
-    expert_tensor_parallel_size n_shared_experts"""
+    expert_tensor_parallel_size n_shared_experts moe_z_loss_coeff"""
 )
 
 NOT_NEGATIVE = names(
     """train_iters train_samples eval_iters lr min_lr weight_decay clip_grad lr_warmup_iters
     lr_warmup_samples lr_warmup_init num_workers seed init_method_std manual_gc_interval
-    adam_eps moe_z_loss_coeff moe_router_bias_update_rate"""
+    adam_eps moe_router_bias_update_rate"""
 )
 
 BELOW_ONE = ("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2", "moe_input_jitter_eps")

@@ -20,6 +20,7 @@ from mindspeed_llm.config.run import RunConfig
 from mindspeed_llm.device import current
 from mindspeed_llm.errors import SuiteError
 from mindspeed_llm.training.flops import flops_per_token
+from mindspeed_llm.training.routing import LOSSES, Routing, mean_losses
 from mindspeed_llm.training.state import Progress
 from mindspeed_llm.training.step import StepResult
 
@@ -51,13 +52,12 @@ class MetricsFile:
         Raises:
             SuiteError: the disk does not take it.
         """
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         try:
             if not self._is_in_place():
                 logger.warning("%s was deleted or moved during the run: the metrics go on in a new file", self.path)
                 self.file.close()
                 self._open()
-            self._append((json.dumps(finite) + "\n").encode())
+            self._append((json.dumps(_finite(row)) + "\n").encode())
         except OSError as error:
             raise SuiteError("the metrics cannot be written", got=f"{self.path}: {error.strerror}") from error
 
@@ -111,6 +111,11 @@ def dashboard_scalars(cfg: RunConfig, row: Mapping[str, Any]) -> dict[str, float
             found["lm loss validation ppl"] = math.exp(min(row["lm_loss"], 700.0))
         return found
     found = {shown: row[name] for name, shown in _DASHBOARD_NAMES.items()}
+    found |= {name: row[name] for name in LOSSES if name in row}
+    experts = row.get("experts", {})
+    for name, values in experts.items():
+        if name not in ("layers", "tokens"):
+            found |= {f"moe/{name}_layer_{at}": one for at, one in zip(experts["layers"], values, strict=True)}
     if options.log_loss_scale_to_tensorboard:
         found["loss-scale"] = row["loss_scale"]
     if options.log_memory_to_tensorboard:
@@ -118,6 +123,15 @@ def dashboard_scalars(cfg: RunConfig, row: Mapping[str, Any]) -> dict[str, float
     if options.log_world_size_to_tensorboard:
         found["world-size"] = dist.get_world_size()
     return found
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with None for each number in it that is not finite."""
+    if isinstance(value, Mapping):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class TensorBoard:
@@ -194,7 +208,9 @@ def log_line(cfg: RunConfig, row: Mapping[str, Any], total: int) -> str:
         if row["mfu"] is not None:
             line += f" MFU (%): {100 * row['mfu']:.1f} |"
     line += f" learning rate: {row['learning_rate']:.6E} | global batch size: {row['global_batch_size']:5d} |"
-    line += f" lm loss: {row['lm_loss']:.6E} | loss scale: {row['loss_scale']:.1f} |"
+    line += f" lm loss: {row['lm_loss']:.6E} |"
+    line += "".join(f" {name}: {row[name]:.6E} |" for name in LOSSES if name in row)
+    line += f" loss scale: {row['loss_scale']:.1f} |"
     line += f" grad norm: {row['grad_norm']:.3f} |"
     if "num_zeros" in row:
         line += f" num zeros: {row['num_zeros']} |"
@@ -238,6 +254,7 @@ class Reporter:
         self.loud = dist.get_rank() == dist.get_world_size() - 1
         self.bar = _Bar(total) if self.loud and total and sys.stdout.isatty() else None
         self._losses: list[float] = []
+        self._routings: list[Routing] = []
         self._steps = self._tokens = self._skipped = self._nan = 0
         self._since = time.perf_counter()
 
@@ -266,6 +283,8 @@ class Reporter:
         self._nan += not finite
         if finite and not result.skipped:
             self._losses.append(result.loss)
+        if result.routing is not None:
+            self._routings.append(result.routing)
         if self.bar is not None:
             self.bar.advance(progress.iteration, result.loss)
         self._tokens += batch * self.cfg.training.seq_length  # pyright: ignore[reportOperatorIssue]
@@ -297,10 +316,23 @@ class Reporter:
         }
         if result.zeros is not None:
             row["num_zeros"] = result.zeros
-        self._losses, self._steps, self._tokens, self._skipped, self._nan = [], 0, 0, 0, 0
+        row |= self._experts(result.routing)
+        self._losses, self._routings, self._steps, self._tokens, self._skipped, self._nan = [], [], 0, 0, 0, 0
         self._emit(row)
         self._say(log_line(self.cfg, row, self.total))
         self._since = time.perf_counter()
+
+    def _experts(self, last: Routing | None) -> dict[str, Any]:
+        """Losses that balance experts, means over steps and layers; by ``--moe-per-layer-logging`` also those of each
+        layer, and how the last step's tokens were shared."""
+        losses = mean_losses(self._routings)
+        found: dict[str, Any] = {name: math.fsum(values) / len(values) for name, values in losses.items()}
+        if last is not None and last.tokens:
+            found["experts"] = {
+                "layers": last.layers, **losses,
+                "tokens": last.tokens, "entropy": last.entropy, "dropped": last.dropped,
+            }  # fmt: skip
+        return found
 
     def valid(self, progress: Progress, loss: float, split: str) -> None:
         """Report an evaluation."""

@@ -9,6 +9,7 @@ from typing import Any
 from mindspeed_llm.config.run import RunConfig
 from mindspeed_llm.core.build import build_chunks, optimizer_config, transformer_config, wrap_ddp
 from mindspeed_llm.core.transformer.config import SuiteTransformerConfig
+from mindspeed_llm.training.routing import Counts
 from mindspeed_llm.training.schedule import build_scheduler
 from mindspeed_llm.training.state import Progress, Run
 
@@ -34,8 +35,11 @@ def setup(cfg: RunConfig, load_weights: LoadWeights | None = None) -> Run:
     _create_states(optimizer)
     scheduler = build_scheduler(cfg, optimizer)
     _connect(cfg, config, chunks, optimizer)
+    counts = Counts(cfg) if cfg.transformer.moe_per_layer_logging else None
+    if counts is not None:
+        counts.watch(chunks)
     config.seal()
-    return Run(cfg, config, chunks, optimizer, scheduler, Progress())
+    return Run(cfg, config, chunks, optimizer, scheduler, Progress(), counts)
 
 
 def _create_states(optimizer: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from mindspeed_llm.config.run import RunConfig
 from mindspeed_llm.core.transformer.config import SuiteTransformerConfig
+from mindspeed_llm.training.routing import Counts
 
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -62,6 +63,8 @@ class Run:
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     progress: Progress
+    counts: Counts | None = None
+    """What each expert gets, with ``--moe-per-layer-logging``."""
 
     def gather_parameters(self) -> None:
         """Bring the parameters up to date. Collective.

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from mindspeed_llm.core.groups import data_group, pipeline_group
 from mindspeed_llm.device import current
+from mindspeed_llm.training import routing
 from mindspeed_llm.training.failure import phase
 from mindspeed_llm.training.objective import Batch, Objective
 from mindspeed_llm.training.state import Run
@@ -39,6 +40,7 @@ class StepResult:
         skipped: the weights were not updated.
         zeros: zeros in the global gradient, with ``--log-num-zeros-in-grad``.
         bad: what is not a finite number and stops the run; the weights are as they were before the step.
+        routing: how its tokens were shared between experts, if that is known.
     """
 
     loss: float
@@ -50,6 +52,7 @@ class StepResult:
     skipped: bool
     zeros: int | None = None
     bad: Literal["loss", "gradient"] | None = None
+    routing: routing.Routing | None = None
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,7 @@ def train_step(run: Run, objective: Objective, batches: Sequence[Iterator[Batch]
     micro_batches = get_num_microbatches()
     reports = forward_backward(run, objective, batches, micro_batches, train=True)
     loss, tokens = _mean_loss(reports)
+    routed = routing.finish(run.cfg, run.counts, micro_batches)
     loss_scale = float(run.optimizer.get_loss_scale().item())
     learning_rate = get_canonical_lr_for_logging(run.optimizer.param_groups) or 0.0
     weight_decay = max((group["weight_decay"] for group in run.optimizer.param_groups), default=0.0)
@@ -134,11 +138,13 @@ def train_step(run: Run, objective: Objective, batches: Sequence[Iterator[Batch]
         skipped=not update.done,
         zeros=update.zeros,
         bad=update.bad,
+        routing=routed,
     )
 
 
 def clear_gradients(run: Run) -> None:
-    """Zero gradients, from which a step begins."""
+    """Zero gradients, and counts of nothing, from which a step begins."""
+    routing.begin(run.counts)
     for chunk in run.chunks:
         chunk.zero_grad_buffer()
     run.optimizer.zero_grad()

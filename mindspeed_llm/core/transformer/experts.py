@@ -78,6 +78,29 @@ class Router(TopKRouter):
         bias = None if self.bias is None else self.bias.to(dtype)
         return F.linear(input.to(dtype), self.weight.to(dtype), bias)
 
+    def attach_and_log_load_balancing_loss(
+        self,
+        activation: Tensor,
+        aux_loss_coeff: float,
+        aux_loss: Tensor,
+        aux_loss_name: str,
+        reduce_group: Any,
+        reduce_group_has_dp: bool = False,
+        valid_token_count: int | Tensor | None = None,
+    ) -> Tensor:
+        """``activation``, whose gradient brings that of ``aux_loss`` along; the loss is noted without its weight."""
+        # A replica's part of the global loss is by the tokens of all replicas already; data parallelism divides again.
+        replicas = reduce_group.size() // self.tp_cp_group.size() if reduce_group_has_dp else 1
+        return super().attach_and_log_load_balancing_loss(
+            activation,
+            aux_loss_coeff * replicas,
+            aux_loss * replicas,
+            aux_loss_name,
+            reduce_group,
+            reduce_group_has_dp,
+            valid_token_count,
+        )
+
 
 class GroupedLinear(MegatronModule):
     """The linear maps of this rank's experts: of ``tokens [n, in]``, sorted by expert, each goes through its own.

@@ -157,6 +157,7 @@ def parse(words: str, world_size: int = 1) -> RunConfig:
         ("--router-gating-in-fp32", {"moe_router_dtype": "fp32"}),
         ("--fix-router", {"moe_router_force_load_balancing": True}),
         ("--moe-expert-capacity-factor -1", {"moe_expert_capacity_factor": None}),
+        ("--moe-z-loss-coeff 0", {"moe_z_loss_coeff": None}),
         # dispatch
         ("--moe-token-dispatcher-type alltoall_seq", {"moe_token_dispatcher_type": "alltoall"}),
         ("--moe-token-dispatcher-type allgather", {"moe_token_dispatcher_type": "allgather"}),
