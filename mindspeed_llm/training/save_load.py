@@ -19,10 +19,11 @@ from mindspeed_llm.checkpoint.in_use import Mark
 from mindspeed_llm.checkpoint.saving import Save, begin
 from mindspeed_llm.config.resolve import ARCHITECTURE_FIELDS
 from mindspeed_llm.config.run import RunConfig
-from mindspeed_llm.core.groups import data_group, pipeline_group, tensor_group
+from mindspeed_llm.core.groups import data_group, expert_tensor_group, pipeline_group, tensor_group
 from mindspeed_llm.device import current
 from mindspeed_llm.errors import CheckpointError
 from mindspeed_llm.training.failure import phase
+from mindspeed_llm.training.optimizer_parts import fitted
 from mindspeed_llm.training.state import Run
 from mindspeed_llm.training.weights import origin
 
@@ -86,6 +87,8 @@ def _layout(run: Run) -> dict[str, Any]:
         "tensor_model_parallel_size": cfg.tensor_model_parallel_size,
         "pipeline_model_parallel_size": cfg.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": cfg.virtual_pipeline_model_parallel_size,
+        "expert_model_parallel_size": cfg.expert_model_parallel_size,
+        "expert_tensor_parallel_size": expert_tensor_group().size(),
     }
 
 
@@ -244,7 +247,7 @@ def load_checkpoint(run: Run, root: Path, iteration: int, *, weights_only: bool 
         chunk.load_state_dict(loaded[name])
     if with_optimizer:
         bounds = _schedule_bounds(run)
-        run.optimizer.load_state_dict(loaded["optimizer"])
+        run.optimizer.load_state_dict(fitted(loaded["optimizer"], common["optimizer"], run.optimizer))
         if run.cfg.schedule.override_opt_param_scheduler:
             for group, own in zip(run.optimizer.param_groups, bounds, strict=True):
                 group.update(own)
