@@ -49,6 +49,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llamadyn": ("llama", {**_rope("dynamic", 1e4, factor=4.0), "max_position_embeddings": 16}),
     "baichuan13": ("baichuan", {"max_position_embeddings": None}),
     "llamaplain": ("llama", _rope("default", 1e4)),
+    # Of two pipeline stages the first has no experts.
+    "q3moelate": ("qwen3_moe", {"mlp_only_layers": [0, 1]}),
     "llamabias": ("llama", {**_rope("default", 1e4), "attention_bias": True, "mlp_bias": True}),
 }
 """Name -> family, and what differs from the family's tiny model; each family stands here under its own name, too."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,24 @@ def test_losses_and_gradients(pool: Pool, layout: str) -> None:
     assert found.keys() == gradients.keys()
     errors = {name: float((found[name] - one).abs().max() / one.abs().max()) for name, one in gradients.items()}
     assert max(errors.values()) <= 1e-4, errors
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_what_is_beyond_the_capacity_is_dropped(pool: Pool, padded: bool) -> None:
+    folder = hf_folder("mixtral")
+    model, seen = load_model(folder), []
+    gate = next(module for name, module in model.named_modules() if name.endswith(".gate"))
+    gate.register_forward_pre_hook(lambda _m, given: seen.append(given[0] @ gate.weight.t()))
+    mean_loss(model, tokens())
+    choices = TOPK * tokens()[:, 1:].numel()
+    capacity = math.ceil(choices / 4 * 0.75)
+    kept = [min(round(float(share) * choices), capacity) for share in load(seen[0].flatten(0, -2))]
+    flags = {"moe_expert_capacity_factor": 0.75, "moe_pad_expert_input_to_capacity": padded, **FLAGS}
+    given = {"folder": folder, "layout": "one+mbs4", "tokens": tokens(), "flags": flags}
+    (rank,) = pool.run("tests.distributed.cases_routing:one_step", 1, timeout=60, **given)
+    assert rank["routing"].tokens[0] == tuple(kept)
+    assert rank["routing"].dropped[0] == pytest.approx(1 - sum(kept) / choices)
+    assert rank["routing"].dropped[0] > 0
 
 
 @pytest.mark.parametrize("layout", ["one", "dp2+ep2+alltoall", "tp2+sp+dp2+ep2+dist"])
