@@ -126,19 +126,25 @@ def _relaid_folder(folder: Path, family_name: str, config: dict[str, Any], seed:
     folder.mkdir()
     described = {"architectures": list(family.hf_architectures[:1]), "model_type": family.hf_model_type, **config}
     (folder / "config.json").write_text(json.dumps({**described, "torch_dtype": "float32"}))
-    own = {name: tensor.contiguous() for name, tensor in model.named_parameters()}
+    own = {name: tensor.contiguous() for name, tensor in stored_tensors(model).items()}
     save_file(own, folder / ORACLE)
     relaid = {name: tensor.contiguous() for name, tensor in oracle.relay(own, config).items()}
     save_file(relaid, folder / "model.safetensors", {"format": "pt"})
+
+
+def stored_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """What is saved of a transformers model: parameters, of tied ones the first, and persistent buffers."""
+    stored = set(model.state_dict())
+    buffers = {name: tensor for name, tensor in model.named_buffers() if name in stored}
+    return {name: parameter.detach() for name, parameter in model.named_parameters()} | buffers
 
 
 @torch.no_grad()
 def redraw(model: Any, seed: int = 0) -> None:
     """Fresh values for every stored tensor of a transformers model."""
     generator = torch.Generator().manual_seed(seed)
-    stored = set(model.state_dict())
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if name in stored and tensor.is_floating_point():
+    for tensor in stored_tensors(model).values():
+        if tensor.is_floating_point():
             drawn = torch.randn(tensor.shape, generator=generator) * 0.05
             # Vectors stay around what they start from: norms 1, or 0 where the weight is a distance from 1; biases 0.
             tensor.copy_(drawn + tensor.mean().round() if tensor.dim() == 1 else drawn)

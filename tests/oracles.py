@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     GlmConfig,
     GlmForCausalLM,
     GraniteConfig,
@@ -229,12 +231,34 @@ def _to_baichuan(state: State, config: Config) -> dict[str, Tensor]:
     return _merged(state, parts, "self_attn.W_pack.weight", torch.cat)
 
 
+# https://huggingface.co/moonshotai/Kimi-K2-Instruct/blob/main/config.json: DeepSeek-V3 by another name.
+def _deepseek_v3(config: Config) -> Any:
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**{**config, "pad_token_id": None}))
+
+
+def _experts_apart(state: State, config: Config) -> dict[str, Tensor]:
+    """transformers keeps all experts of a layer in one tensor, gate above up."""
+    del config
+    result: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        place, _, last = name.rpartition(".")
+        if not place.endswith(".experts"):
+            result[name] = tensor
+            continue
+        for number, expert in enumerate(tensor.unbind()):
+            parts = zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True)
+            parts = parts if last == "gate_up_proj" else [("down_proj", expert)]
+            result |= {f"{place}.{number}.{part}.weight": matrix for part, matrix in parts}
+    return result
+
+
 ORACLES: Mapping[str, Oracle] = MappingProxyType(
     {
         "baichuan": Oracle(_baichuan, _to_baichuan),
         "chatglm": Oracle(_glm, _to_chatglm),
         "internlm2": Oracle(_llama, _to_internlm2),
         "internlm3": Oracle(_internlm3, _as_it_is),
+        "kimi_k2": Oracle(_deepseek_v3, _experts_apart),
         "minicpm": Oracle(_granite, _as_it_is),
     }
 )

@@ -62,18 +62,22 @@ def family_by_name(name: str) -> ModelFamily:
 
 
 def family_for(hf_config: Mapping[str, Any]) -> ModelFamily:
-    """The family whose weights ``config.json`` announces: by ``architectures``, else by ``model_type``.
+    """The family whose weights ``config.json`` announces: by ``architectures``, of several the one of its
+    ``model_type``; else by ``model_type``.
 
     Raises:
         ConversionError: no family has it; the message lists those there are.
     """
     architectures: list[str] = hf_config.get("architectures") or []
     model_type = hf_config.get("model_type")
-    for family in families().values():
-        if any(name in family.hf_architectures for name in architectures):
-            return family
-        if not architectures and model_type == family.hf_model_type:
-            return family
+    found = [
+        family
+        for family in families().values()
+        if any(name in family.hf_architectures for name in architectures)
+        or (not architectures and model_type == family.hf_model_type)
+    ]
+    if found:
+        return next((family for family in found if family.hf_model_type == model_type), found[0])
     known = (f"{name} ({', '.join(family.hf_architectures)})" for name, family in sorted(families().items()))
     raise ConversionError(
         "no model family for this config.json",
