@@ -186,6 +186,24 @@ TRAINING_OF_THE_ROUTER = Ignore(
 )
 
 
+_FURTHER = ("num_nextn_predict_layers", "num_mtp_layers")
+
+
+def _further_to_values(hf_config: Values) -> dict[str, Any]:
+    for key in _FURTHER:
+        if hf_config.get(key):
+            raise ConversionError(
+                f"config.json: {key} is not supported for this family (multi-token prediction is planned)",
+                got=hf_config[key],
+                allowed=0,
+            )
+    return {}
+
+
+NO_FURTHER_TOKENS = Derived(*_FURTHER, to_values=_further_to_values, to_hf=lambda _values: {_FURTHER[0]: 0})
+"""No layers that predict further tokens; transformers takes one where config.json does not say so."""
+
+
 def number_of_experts(*keys: str) -> tuple[Rule, ...]:
     """Rules for how many experts there are, by the first of ``keys`` that config.json has (the
     first of all is written), and how many a token goes to."""
