@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 from mindspeed_llm.checkpoint.convert.record import shortened
+from mindspeed_llm.config.layers import layers_of_experts
 from mindspeed_llm.models.registry import CONFIG, family_for, packaged_configs
 from tests.oracles import ORACLES
 
@@ -32,7 +34,8 @@ class Facts(NamedTuple):
 
     Where they stand: litgpt 0.5.13's table (Llama, CodeLlama, Gemma, Mistral, OLMo 2, Phi, Qwen2.5, Qwen3, SmolLM2),
     NeMo's (Qwen2), mlc-llm's model_preset.py (ChatGLM3, Baichuan2 7B, GPT-2, InternLM2 7B, InternLM2.5 7B Chat,
-    MiniCPM, Phi-3.5, OLMo 2 32B, Qwen1.5 1.8B), MindSpeed-LLM's scripts (GLM-4, GLM-4-0414, InternLM, Baichuan2 13B,
+    MiniCPM, Phi-3.5, OLMo 2 32B, Qwen1.5 1.8B), makers' own config.json with the size of the model's page (Mixtral,
+    Qwen MoE, DeepSeek, Kimi), MindSpeed-LLM's scripts (GLM-4, GLM-4-0414, InternLM, Baichuan2 13B,
     Qwen1.5, Yi), lmdeploy's guide (InternLM2 Chat 20B), Meta's params.json (Llama 1), cards and papers (Bloom,
     Gemma 3 270M, Seed-OSS, SmolLM3).
     """
@@ -59,6 +62,8 @@ PUBLISHED = {
     "CodeLlama-7B": Facts(6_738_546_688, 1e-5, 1e6, 16384),
     "CodeLlama-13B": Facts(13_016_028_160, 1e-5, 1e6, 16384),
     "CodeLlama-34B": Facts(33_743_970_304, 1e-5, 1e6, 16384),
+    "DeepSeek-V2": Facts(235_741_434_880, 1e-6, 1e4, 163840, 40),
+    "DeepSeek-V2-Lite": Facts(15_706_484_224, 1e-6, 1e4, 163840, 40),
     "GLM-4-9B": Facts(9_399_951_360, 1.5625e-7, 1e4, 8192),
     "GLM-4-9B-0414": Facts(9_400_279_040, 1e-5, 1e4, 32768),
     "GLM-4-9B-Chat": Facts(9_399_951_360, 1.5625e-7, 5e6, _LONG),
@@ -80,6 +85,7 @@ PUBLISHED = {
     "InternLM2.5-1.8B": Facts(1_889_110_016, 1e-5, 1e6, 32768, 2),
     "InternLM2.5-7B-Chat": Facts(7_737_708_544, 1e-5, 1e6, 32768, 2),
     "InternLM3-8B": Facts(8_804_241_408, 1e-5, 5e7, 32768, 6),
+    "Kimi-K2": Facts(1_026_408_232_448, 1e-6, 5e4, _LONG, 32),
     "Llama-1-7B": Facts(6_738_415_616, 1e-6, 1e4, 2048),
     "Llama-1-13B": Facts(13_015_864_320, 1e-6, 1e4, 2048),
     "Llama-1-30B": Facts(32_528_943_616, 1e-6, 1e4, 2048),
@@ -97,6 +103,8 @@ PUBLISHED = {
     "MiniCPM-2B": Facts(2_724_880_896, 1e-5, 1e4, 4096),
     "Mistral-7B-v0.1": Facts(7_241_732_096, 1e-5, 1e4, 32768, window=4096),
     "Mistral-7B-v0.3": Facts(7_248_023_552, 1e-5, 1e6, 32768),
+    "Mixtral-8x7B": Facts(46_702_792_704, 1e-5, 1e6, 32768),
+    "Mixtral-8x22B": Facts(140_620_634_112, 1e-5, 1e6, 65536),
     "OLMo-2-7B": Facts(7_298_617_344, 1e-6, 5e5, 4096),
     "OLMo-2-13B": Facts(13_716_198_400, 1e-6, 5e5, 4096),
     "OLMo-2-32B": Facts(32_234_279_936, 1e-6, 5e5, 4096),
@@ -110,10 +118,12 @@ PUBLISHED = {
     "Qwen1.5-14B": Facts(14_167_290_880, 1e-6, 1e6, 32768),
     "Qwen1.5-32B": Facts(32_512_218_112, 1e-6, 1e6, 32768),
     "Qwen1.5-72B": Facts(72_287_920_128, 1e-6, 1e6, 32768),
+    "Qwen1.5-MoE-A2.7B": Facts(14_315_784_192, 1e-6, 1e6, 8192),
     "Qwen2-0.5B": Facts(494_032_768, 1e-6, 1e6, _LONG),
     "Qwen2-1.5B": Facts(1_543_714_304, 1e-6, 1e6, _LONG),
     "Qwen2-7B": Facts(7_615_616_512, 1e-6, 1e6, _LONG),
     "Qwen2-72B": Facts(72_706_203_648, 1e-5, 1e6, _LONG),
+    "Qwen2-57B-A14B": Facts(57_408_658_944, 1e-6, 1e6, _LONG),
     "Qwen2.5-0.5B": Facts(494_032_768, 1e-6, 1e6, 32768),
     "Qwen2.5-1.5B": Facts(1_543_714_304, 1e-6, 1e6, _LONG),
     "Qwen2.5-3B": Facts(3_085_938_688, 1e-6, 1e6, 32768),
@@ -127,6 +137,8 @@ PUBLISHED = {
     "Qwen3-8B": Facts(8_190_735_360, 1e-6, 1e6, 40960),
     "Qwen3-14B": Facts(14_768_307_200, 1e-6, 1e6, 40960),
     "Qwen3-32B": Facts(32_762_123_264, 1e-6, 1e6, 40960),
+    "Qwen3-30B-A3B": Facts(30_532_122_624, 1e-6, 1e6, 40960),
+    "Qwen3-235B-A22B": Facts(235_093_634_560, 1e-6, 1e6, 40960),
     "Seed-OSS-36B": Facts(36_151_104_512, 1e-6, 1e7, 524288),
     "SmolLM2-135M": Facts(134_515_008, 1e-5, 1e5, 8192),
     "SmolLM2-360M": Facts(361_821_120, 1e-5, 1e5, 8192),
@@ -147,11 +159,19 @@ def hf_config(name: str) -> dict[str, Any]:
 
 
 @functools.cache
-def shallow(name: str) -> Any:
-    """Its first two layers as transformers builds them, without memory; of families that it lacks, the oracle."""
+def layer_kinds(name: str) -> list[bool]:
+    """Of each layer, whether it has experts."""
     config = hf_config(name)
+    return layers_of_experts(family_for(config).config_to_values(config))
+
+
+@functools.cache
+def shallow(name: str) -> Any:
+    """Its first layers, two or until there is one of each kind, as transformers builds them, without memory; of
+    families that it lacks, the oracle."""
+    config, kinds = hf_config(name), layer_kinds(name)
     family = family_for(config)
-    config = shortened(config, family, family.config_to_values(config)["num_layers"], 2)
+    config = shortened(config, family, len(kinds), max(2, *(1 + kinds.index(kind) for kind in kinds)))
     with torch.device("meta"):
         if family.name in ORACLES:
             return ORACLES[family.name].build(config)
@@ -162,20 +182,25 @@ def shallow(name: str) -> Any:
 @functools.cache
 def stored_shapes(name: str) -> Shapes:
     """Every tensor that ``save_pretrained`` writes, ties left out, at the model's full depth."""
-    config, model = hf_config(name), shallow(name)
+    config, model, kinds = hf_config(name), shallow(name), layer_kinds(name)
     family = family_for(config)
     # A tied parameter appears once; what was registered first is what is written.
     stored = set(model.state_dict())
     tensors = dict(model.named_parameters()) | {key: b for key, b in model.named_buffers() if key in stored}
     if family.name in ORACLES:
         tensors = ORACLES[family.name].relay(tensors, config)
+    else:
+        tensors = revert_weight_conversion(model, tensors)
     result: dict[str, tuple[int, ...]] = {}
     for key, tensor in tensors.items():
         match = _LAYER.match(key)
         if match is None:
             result[key] = tuple(tensor.shape)
-        elif match[2] == "1":
-            assert tensor.shape == tensors[f"{match[1]}0{match[3]}"].shape, "layers are alike"
-            for layer in range(family.config_to_values(config)["num_layers"]):
+            continue
+        kind = kinds[int(match[2])]
+        first = f"{match[1]}{kinds.index(kind)}{match[3]}"
+        assert tensor.shape == tensors[first].shape, "layers of a kind are alike"
+        if key == first:
+            for layer in (layer for layer, other in enumerate(kinds) if other == kind):
                 result[f"{match[1]}{layer}{match[3]}"] = tuple(tensor.shape)
     return result
