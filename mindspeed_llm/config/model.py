@@ -143,6 +143,9 @@ class ModelConfig:
     qk_norm_over_heads: bool = False
     """Let the norms of queries and keys run over all heads together instead of over each head."""
 
+    qk_norm_after_rotary: bool = False
+    """Put the norms of queries and keys (--qk-layernorm) behind their rotation instead of before it."""
+
     first_k_dense_replace: int | None = None
     """Leading layers without experts; of the others, --moe-layer-freq chooses. -1 means none."""
 

@@ -22,8 +22,8 @@ DERIVED = "derived"
 SHAPE_FIELDS = names(
     """num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size
     untie_embeddings_and_output_weights add_bias_linear add_qkv_bias gated_linear_unit normalization qk_layernorm
-    position_embedding_type softmax_type pre_norm post_norm qk_norm_over_heads embedding_layernorm
-    multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
+    position_embedding_type softmax_type pre_norm post_norm qk_norm_over_heads qk_norm_after_rotary
+    embedding_layernorm multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
     attention_output_gate num_moe_experts
     moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate moe_layer_freq
     moe_router_enable_expert_bias mtp_num_layers

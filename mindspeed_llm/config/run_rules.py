@@ -194,6 +194,12 @@ def layers_are_possible(cfg: RunConfig) -> Iterator[ConfigError]:
 
 def _norms_and_positions_are_possible(cfg: RunConfig) -> Iterator[ConfigError]:
     t, m = cfg.transformer, cfg.model
+    if m.qk_norm_after_rotary and (not t.qk_layernorm or m.kv_lora_rank is not None):
+        yield ConfigError(
+            "--qk-norm-after-rotary says where the norms of --qk-layernorm stand; latent attention norms latents",
+            got=f"--qk-layernorm {t.qk_layernorm}, --kv-lora-rank {m.kv_lora_rank}",
+            fix="--qk-layernorm, without --kv-lora-rank",
+        )
     if m.qk_norm_over_heads:
         if t.qk_layernorm or t.normalization != "RMSNorm":
             yield ConfigError(

@@ -246,7 +246,7 @@ SHARED_EXPERT = (
 """An expert that every token goes to, with a gate of its own, by Qwen's names."""
 
 
-def routed_experts(place: str, gate: str, up: str, down: str) -> tuple[ParamMap, ...]:
+def routed_experts(place: str, gate: str, up: str, down: str, router: str = "gate") -> tuple[ParamMap, ...]:
     """Router and experts of a layer.
 
     Args:
@@ -254,10 +254,11 @@ def routed_experts(place: str, gate: str, up: str, down: str) -> tuple[ParamMap,
         gate: the name of an expert's gate matrix.
         up: of its up matrix.
         down: of its down matrix.
+        router: of the router.
     """
     expert = place + ".experts.{e}."
     return (
-        ParamMap(_MCORE + "router.weight", (place + ".gate.weight",), experts=True),
+        ParamMap(_MCORE + "router.weight", (f"{place}.{router}.weight",), experts=True),
         ParamMap(
             _MCORE + "experts.linear_fc1.weight{e}",
             (f"{expert}{gate}.weight", f"{expert}{up}.weight"),

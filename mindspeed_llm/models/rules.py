@@ -180,6 +180,7 @@ _PLAIN: Mapping[str, Any] = {
     "embedding_layernorm": False,
     "qk_layernorm": False,
     "qk_norm_over_heads": False,
+    "qk_norm_after_rotary": False,
     "gated_linear_unit": True,
     "num_moe_experts": None,
     "multi_latent_attention": False,

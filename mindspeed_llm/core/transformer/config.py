@@ -47,6 +47,8 @@ class SuiteTransformerConfig(TransformerConfig):
     """A norm on what attention and MLP give, before it is added to the residual."""
     qk_norm_over_heads: bool = False
     """The norms of queries and keys run over all heads together, not over each (OLMo 2)."""
+    qk_norm_after_rotary: bool = False
+    """The norms of queries and keys come behind the rotary positions (Hunyuan)."""
     alibi: bool = False
     """Scores fall linearly with the distance, at a slope of each head's own."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_llm.core.transformer.attention import layer_window
+from mindspeed_llm.core.transformer.attention import CoreAttention, layer_window
 from mindspeed_llm.core.transformer.config import SuiteTransformerConfig
 from mindspeed_llm.core.transformer.norms import norm_type
 from mindspeed_llm.core.transformer.rotary import LOCAL
@@ -33,6 +33,21 @@ class SuiteSelfAttention(SelfAttention):
         if rotary_pos_emb is not None:
             rotary_pos_emb = rotary_pos_emb[self.rotary_kind]
         return super().forward(hidden_states, *args, rotary_pos_emb=rotary_pos_emb, **kwargs)
+
+
+class NormedCoreAttention(CoreAttention):
+    """A core attention that norms the queries and keys of each head first: by then they are rotated."""
+
+    def __init__(self, config: SuiteTransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        norm = norm_type(config)
+        # megatron-core knows by these names that each tensor-parallel rank has the gradient of its heads alone.
+        self.q_layernorm = norm(config, config.kv_channels, config.layernorm_epsilon)
+        self.k_layernorm = norm(config, config.kv_channels, config.layernorm_epsilon)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """See :meth:`CoreAttention.forward`."""
+        return super().forward(self.q_layernorm(query), self.k_layernorm(key), value, *args, **kwargs)
 
 
 class SuiteTransformerLayer(TransformerLayer):

@@ -7,7 +7,7 @@ from mindspeed_llm.core.transformer.attention import CoreAttention
 from mindspeed_llm.core.transformer.config import SuiteTransformerConfig
 from mindspeed_llm.core.transformer.experts import Mixture
 from mindspeed_llm.core.transformer.latent import LatentAttentionSubmodules, LatentSelfAttention
-from mindspeed_llm.core.transformer.layer import SuiteSelfAttention, SuiteTransformerLayer
+from mindspeed_llm.core.transformer.layer import NormedCoreAttention, SuiteSelfAttention, SuiteTransformerLayer
 from mindspeed_llm.core.transformer.norms import HeadsRMSNorm, KeyHeadsRMSNorm, LayerNorm, RMSNorm, norm_type
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -45,6 +45,8 @@ def _self_attention(config: SuiteTransformerConfig) -> ModuleSpec:
         latent = LatentAttentionSubmodules(core_attention=core, linear_proj=projection, norm=norm)
         return ModuleSpec(LatentSelfAttention, params=causal, submodules=latent)
     q_norm = k_norm = norm if config.qk_layernorm else IdentityOp
+    if config.qk_norm_after_rotary:
+        core, q_norm, k_norm = NormedCoreAttention, IdentityOp, IdentityOp
     if config.qk_norm_over_heads:
         q_norm, k_norm = HeadsRMSNorm, KeyHeadsRMSNorm
     return ModuleSpec(
