@@ -16,6 +16,8 @@ from torch.nn import functional as F
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GlmConfig,
     GlmForCausalLM,
     GraniteConfig,
@@ -252,8 +254,42 @@ def _experts_apart(state: State, config: Config) -> dict[str, Tensor]:
     return result
 
 
+# https://huggingface.co/inclusionAI/Ling-mini-2.0/blob/main/modeling_bailing_moe_v2.py: GLM-4.5 with stacked q, k, v.
+def _glm4_moe(config: Config) -> Any:
+    kept = (
+        *("max_position_embeddings", "head_dim", "moe_intermediate_size", "num_experts_per_tok", "n_group"),
+        *("topk_group", "first_k_dense_replace", "routed_scaling_factor", "use_qk_norm"),
+    )
+    partial = {"partial_rotary_factor": config.get("partial_rotary_factor", 1.0)}
+    return Glm4MoeForCausalLM(
+        Glm4MoeConfig(
+            **_sizes(config),
+            **{key: config[key] for key in kept},
+            n_routed_experts=config["num_experts"],
+            n_shared_experts=config["num_shared_experts"],
+            attention_bias=config["use_qkv_bias"],
+            rope_parameters=_rope(config) | partial,
+        )
+    )
+
+
+def _to_bailing(state: State, config: Config) -> dict[str, Tensor]:
+    parts = tuple(f"self_attn.{part}_proj.weight" for part in "qkv")
+    return _renamed(
+        _merged(_experts_apart(state, config), parts, "attention.query_key_value.weight", torch.cat),
+        {
+            r"^model\.embed_tokens": "model.word_embeddings",
+            r"self_attn\.o_proj": "attention.dense",
+            r"self_attn\.q_norm": "attention.query_layernorm",
+            r"self_attn\.k_norm": "attention.key_layernorm",
+            r"e_score_correction_bias": "expert_bias",
+        },
+    )
+
+
 ORACLES: Mapping[str, Oracle] = MappingProxyType(
     {
+        "bailing_moe_v2": Oracle(_glm4_moe, _to_bailing),
         "baichuan": Oracle(_baichuan, _to_baichuan),
         "chatglm": Oracle(_glm, _to_chatglm),
         "internlm2": Oracle(_llama, _to_internlm2),
