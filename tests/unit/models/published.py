@@ -35,7 +35,7 @@ class Facts(NamedTuple):
     Where they stand: litgpt 0.5.13's table (Llama, CodeLlama, Gemma, Mistral, OLMo 2, Phi, Qwen2.5, Qwen3, SmolLM2),
     NeMo's (Qwen2), mlc-llm's model_preset.py (ChatGLM3, Baichuan2 7B, GPT-2, InternLM2 7B, InternLM2.5 7B Chat,
     MiniCPM, Phi-3.5, OLMo 2 32B, Qwen1.5 1.8B), makers' own config.json with the size of the model's page (Mixtral,
-    Qwen MoE, DeepSeek, Kimi), MindSpeed-LLM's scripts (GLM-4, GLM-4-0414, InternLM, Baichuan2 13B,
+    Qwen MoE, DeepSeek, Kimi, Hunyuan, Ling), MindSpeed-LLM's scripts (GLM-4, GLM-4-0414, InternLM, Baichuan2 13B,
     Qwen1.5, Yi), lmdeploy's guide (InternLM2 Chat 20B), Meta's params.json (Llama 1), cards and papers (Bloom,
     Gemma 3 270M, Seed-OSS, SmolLM3).
     """
@@ -79,6 +79,8 @@ PUBLISHED = {
     "Gemma-2-27B": Facts(27_227_128_320, 1e-6, 1e4, 8192, window=4096),
     "Gemma-3-270M": Facts(268_098_176, 1e-6, 1e6, 32768, window=512),
     "Gemma-3-1B": Facts(999_885_952, 1e-6, 1e6, 32768, window=512),
+    # theta is stretched once for all by alpha 1000, for heads of 128.
+    "Hunyuan-A13B": Facts(80_393_183_232, 1e-5, 1e4 * 1000 ** (128 / 126), 32768),
     "InternLM2-1.8B": Facts(1_889_110_016, 1e-5, 1e6, 32768, 2),
     "InternLM2-7B": Facts(7_737_708_544, 1e-5, 1e6, 32768, 2),
     "InternLM2-Chat-20B": Facts(19_861_149_696, 1e-5, 1e6, 32768, 3),
@@ -86,6 +88,9 @@ PUBLISHED = {
     "InternLM2.5-7B-Chat": Facts(7_737_708_544, 1e-5, 1e6, 32768, 2),
     "InternLM3-8B": Facts(8_804_241_408, 1e-5, 5e7, 32768, 6),
     "Kimi-K2": Facts(1_026_408_232_448, 1e-6, 5e4, _LONG, 32),
+    "Ling-mini-2.0": Facts(16_255_643_392, 1e-6, 6e5, 32768),
+    "Ling-flash-2.0": Facts(102_889_705_216, 1e-6, 6e5, 32768),
+    "Ling-1T": Facts(999_705_328_640, 1e-6, 6e5, 32768),
     "Llama-1-7B": Facts(6_738_415_616, 1e-6, 1e4, 2048),
     "Llama-1-13B": Facts(13_015_864_320, 1e-6, 1e4, 2048),
     "Llama-1-30B": Facts(32_528_943_616, 1e-6, 1e4, 2048),

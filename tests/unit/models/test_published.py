@@ -39,6 +39,9 @@ def test_a_run_gets_what_is_published_and_what_transformers_reads(name: str) -> 
     assert layer is not None
     assert not layer.binding
     values, rope = layer.values, _rope(config)
+    if alpha := rope.get("alpha"):
+        stretch = alpha ** (config.head_dim / (config.head_dim - 2))
+        rope = {"rope_type": "default", "rope_theta": rope["rope_theta"] * stretch}
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", heads)
     assert (values["num_attention_heads"], values["num_query_groups"]) == (heads, groups)
