@@ -72,6 +72,7 @@ NO_EFFECT: Mapping[str, NoEffect] = MappingProxyType(
         "--ckpt-format": NoEffect(CHECKPOINT_FORMAT, takes=1),
         "--use-dist-ckpt": NoEffect(CHECKPOINT_FORMAT),
         "--dist-ckpt-format": NoEffect(CHECKPOINT_FORMAT, takes=1),
+        "--auto-detect-ckpt-format": NoEffect("the form of a checkpoint is always seen from its files"),
         "--tokenizer-not-use-fast": NoEffect("a tokenizer is always read by the fast implementation"),
         "--trust-remote-code": NoEffect("code from a model's folder is never run"),
         "--local-rank": NoEffect("the launcher's environment tells the rank", takes=1),

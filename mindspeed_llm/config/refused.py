@@ -266,7 +266,7 @@ REFUSED: tuple[Refused, ...] = (
         return-document-ids vocab-extra-ids""",
         LATER,
     ),
-    Refused("planned with the conversion of checkpoints", "auto-detect-ckpt-format ckpt-convert-*", "step 5"),
+    Refused("use convert_ckpt.py, which makes each form of a checkpoint from the others", "ckpt-convert-*"),
     Refused(
         "wanted with more checkpoint features",
         """use-persistent-ckpt-worker ckpt-assume-constant-structure dist-ckpt-save-* dist-ckpt-strictness

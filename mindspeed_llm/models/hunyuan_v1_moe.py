@@ -41,8 +41,8 @@ _ROPE = Derived(
 
 def _of_all_layers(hf_config: Values, key: str, default: int) -> int:
     """A number that config.json gives once or for each layer."""
-    given = hf_config.get(key)
-    numbers = set(given if isinstance(given, list | tuple) else [default if given is None else given])
+    given: Any = hf_config.get(key)
+    numbers: set[int] = set(given if isinstance(given, list | tuple) else [default if given is None else given])
     if len(numbers) > 1:
         raise ConversionError(f"config.json: {key} is not the same in all layers", got=sorted(numbers))
     return next(iter(numbers))

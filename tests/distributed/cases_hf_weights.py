@@ -13,6 +13,7 @@ from mindspeed_llm.checkpoint import engine, export, hf_io
 from mindspeed_llm.config.resolve import from_values
 from mindspeed_llm.config.run import RunConfig
 from mindspeed_llm.core.build import build_chunks, transformer_config, wrap_ddp
+from mindspeed_llm.core.groups import expert_tensor_group
 from mindspeed_llm.models.registry import family_for
 from mindspeed_llm.training.initialize import initialize
 from mindspeed_llm.training.weights import parallel_groups
@@ -49,10 +50,7 @@ def load(folder: Path, cfg: RunConfig, wrapped: bool = False) -> list[Any]:
         folder,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         tp_size=parallel_state.get_tensor_model_parallel_world_size(),
-        etp=(
-            parallel_state.get_expert_tensor_parallel_rank(),
-            parallel_state.get_expert_tensor_parallel_world_size(),
-        ),
+        etp=(expert_tensor_group().rank(), expert_tensor_group().size()),
         cfg=cfg,
     )
     return chunks

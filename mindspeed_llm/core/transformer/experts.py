@@ -228,7 +228,7 @@ class Mixture(MoELayer):
             # TransformerEngine's but for its linear maps: the one kind that computes all experts of a rank together.
             experts=ModuleSpec(TEGroupedMLP, submodules=linears),
             shared_experts=ModuleSpec(SharedExpertMLP, submodules=shared),
-            router=Router,
+            router=Router,  # pyright: ignore[reportArgumentType]  of our configuration, which is one of its kind
         )
         super().__init__(config, parts)
 

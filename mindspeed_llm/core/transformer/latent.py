@@ -80,7 +80,8 @@ class LatentSelfAttention(Attention):
         channels = config.qk_pos_emb_head_dim + config.qk_head_dim
         norm = submodules.norm if config.qk_layernorm else IdentityOp
         # megatron-core looks at both before it fuses what it cannot fuse here.
-        self.q_layernorm = self.k_layernorm = None
+        self.q_layernorm: Any = None
+        self.k_layernorm = None
         if config.q_lora_rank is None:
             self.linear_q_proj = self._up(config.hidden_size, heads * channels)
         else:

@@ -40,10 +40,11 @@ class NormedCoreAttention(CoreAttention):
 
     def __init__(self, config: SuiteTransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        norm = norm_type(config)
+        norm, channels = norm_type(config), config.kv_channels
+        assert channels is not None, "derived by now"
         # megatron-core knows by these names that each tensor-parallel rank has the gradient of its heads alone.
-        self.q_layernorm = norm(config, config.kv_channels, config.layernorm_epsilon)
-        self.k_layernorm = norm(config, config.kv_channels, config.layernorm_epsilon)
+        self.q_layernorm = norm(config, channels, config.layernorm_epsilon)
+        self.k_layernorm = norm(config, channels, config.layernorm_epsilon)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """See :meth:`CoreAttention.forward`."""

@@ -54,7 +54,7 @@ def _self_attention(config: SuiteTransformerConfig) -> ModuleSpec:
         params=causal,
         submodules=SelfAttentionSubmodules(
             linear_qkv=backend.column_parallel_linear(),
-            core_attention=core,
+            core_attention=core,  # pyright: ignore[reportArgumentType]  of our configuration
             linear_proj=projection,
             q_layernorm=q_norm,
             k_layernorm=k_norm,
