@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from mindspeed_llm.errors import ConversionError
 from mindspeed_llm.models.blocks import EMBEDDING_AND_HEAD, PRE_NORMS, SPLIT_ATTENTION
@@ -42,7 +42,8 @@ _ROPE = Derived(
 def _of_all_layers(hf_config: Values, key: str, default: int) -> int:
     """A number that config.json gives once or for each layer."""
     given: Any = hf_config.get(key)
-    numbers: set[int] = set(given if isinstance(given, list | tuple) else [default if given is None else given])
+    several = cast("list[int]", given) if isinstance(given, list) else [default if given is None else given]
+    numbers = set(several)
     if len(numbers) > 1:
         raise ConversionError(f"config.json: {key} is not the same in all layers", got=sorted(numbers))
     return next(iter(numbers))
