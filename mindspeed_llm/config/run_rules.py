@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
 from mindspeed_llm.config.exposed import INTERNAL
+from mindspeed_llm.config.no_effect import NO_EFFECT
 from mindspeed_llm.config.option import names
 from mindspeed_llm.config.refused import refusal
 from mindspeed_llm.config.run import RunConfig
@@ -79,7 +80,8 @@ def hidden_fields_are_untouched(cfg: RunConfig) -> Iterator[ConfigError]:
         value = cfg.value(name)
         if value != spec.default:
             row = refusal(spec.flag)
-            yield ConfigError(f"{name} is not available: {row and row.told}", got=value, allowed=spec.default)
+            why = row.told if row else NO_EFFECT[spec.flag].reason
+            yield ConfigError(f"{name} is not available: {why}", got=value, allowed=spec.default)
 
 
 def implementation_is_local(cfg: RunConfig) -> Iterator[ConfigError]:

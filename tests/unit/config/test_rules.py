@@ -213,6 +213,7 @@ def test_refused(world_size: int, values: dict[str, Any], message: str) -> None:
         ("apply_residual_connection_post_layernorm", True, "does nothing"),
         ("init_model_with_meta_device", True, "planned with fully sharded"),
         ("experimental_attention_variant", "gated_delta_net", "wanted with linear attention"),
+        ("moe_grouped_gemm", True, "the experts of a rank are always computed together"),
         ("moe_router_fusion", True, "needs TransformerEngine"),
         ("moe_use_legacy_grouped_gemm", True, "one way to compute a rank's experts"),
         ("overlap_moe_expert_parallel_comm", True, "planned with overlapped messages of experts"),
