@@ -57,7 +57,7 @@ THOROUGH = {
     "mixtral": Model(
         "mixtral",
         {},
-        "one tp2+sp pp2 tp2+sp+pp2 dp2+ep2+alltoall dp2+ep2+dist+allgather dp4+ep4+dist+alltoall"
+        "one tp2+sp tp2+sp+etp1 pp2 tp2+sp+pp2 dp2+ep2+alltoall dp2+ep2+dist+allgather dp4+ep4+dist+alltoall"
         " tp2+sp+pp2+etp1+ep2+alltoall",
     ),
     "deepseek_v3": Model(
@@ -74,6 +74,8 @@ def _everywhere(family: ModelFamily) -> str:
     values = family.config_to_values(family.tiny)
     layouts = ["one", "tp2+sp+pp2"]
     if values["num_moe_experts"]:
+        # Each rank would add the whole bias of an expert that it shares.
+        layouts[1] += "+etp1" if values["add_bias_linear"] else ""
         layouts += ["dp2+ep2+alltoall", "tp2+sp+pp2+etp1+ep2+alltoall"]
     fixed = "+fixedbias" if values.get("moe_router_enable_expert_bias") else ""
     return " ".join(layout + fixed for layout in layouts)

@@ -130,9 +130,11 @@ def train(folder: Path, seed: int, gradients: Path) -> Reference:
     model = load_model(folder)
     tokens = token_batches(seed, model.config.vocab_size)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    # The biases of all experts of a layer are a matrix in transformers.
+    decays = {name: p.ndim > 1 and not name.endswith("bias") for name, p in named.items()}
     groups = [
-        {"params": [p for p in named.values() if p.ndim > 1], "weight_decay": RECIPE["weight_decay"]},
-        {"params": [p for p in named.values() if p.ndim == 1], "weight_decay": 0.0},
+        {"params": [p for name, p in named.items() if decays[name]], "weight_decay": RECIPE["weight_decay"]},
+        {"params": [p for name, p in named.items() if not decays[name]], "weight_decay": 0.0},
     ]
     betas = (RECIPE["adam_beta1"], RECIPE["adam_beta2"])
     optimizer = torch.optim.AdamW(groups, lr=RECIPE["lr"], betas=betas, eps=RECIPE["adam_eps"])

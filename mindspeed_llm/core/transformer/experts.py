@@ -142,8 +142,12 @@ class GroupedLinear(MegatronModule):
         on_cpu = self.config.use_cpu_initialization
         device = torch.device("cpu") if on_cpu else current().torch_device
         parameter = Parameter(torch.empty(*shape, dtype=self.config.params_dtype, device=device))
-        # What megatron-core's data parallelism asks: reduced over all replicas, or over those of this expert.
-        parameter.allreduce = self.config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
+        # What megatron-core's data parallelism asks: reduced over replicas of the rest, or over those of this expert.
+        # Its own experts look at the first size alone; where ranks share the rest and not the experts, each then keeps
+        # the gradient of the tokens that it saw.
+        config = self.config
+        apart = (config.expert_model_parallel_size, config.expert_tensor_parallel_size)
+        parameter.allreduce = apart == (1, config.tensor_model_parallel_size)  # type: ignore[attr-defined]
         return parameter
 
     def _initialize(self, weight: Parameter, whole: tuple[int, int], init_method: Callable[[Tensor], Any]) -> None:
@@ -162,8 +166,9 @@ class GroupedLinear(MegatronModule):
         bias = self._parameter([size])
         with torch.no_grad():
             bias.zero_()
-        if self.axis == 0:
-            set_tensor_model_parallel_attributes(bias, True, 0, 1)
+        # An expert with biases has one part. Tensor-parallel ranks have different experts then: without the mark the
+        # norm of the gradients counts those of the first rank alone.
+        set_tensor_model_parallel_attributes(bias, True, 0, 1)
         return bias
 
     def forward(self, tokens: Tensor, tokens_per_expert: list[int]) -> tuple[Tensor, list[Tensor] | None]:
