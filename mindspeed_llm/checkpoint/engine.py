@@ -25,6 +25,7 @@ from mindspeed_llm.checkpoint import hf_io
 from mindspeed_llm.checkpoint.hf_io import TensorInfo, TensorSource
 from mindspeed_llm.checkpoint.layout import global_shape, local_columns, local_rows
 from mindspeed_llm.checkpoint.names import NameTable, WeightEntry, compile_names
+from mindspeed_llm.checkpoint.stacked import as_planned
 from mindspeed_llm.checkpoint.transforms import part_rows, pieces, select
 from mindspeed_llm.config.run import RunConfig
 from mindspeed_llm.errors import ConversionError
@@ -253,7 +254,7 @@ def load_hf_weights(
     table = compile_names(family, values)
     live = live_tensors(chunks)
     with ExitStack() as stack:
-        source = hf_io.Turned(hf_io.open_tensors(folder, stack), table.turned())
+        source = as_planned(hf_io.open_tensors(folder, stack), table)
         shapes = {name: tuple(tensor.shape) for name, tensor in live.items()}
         etp = etp or (tp_rank, tp_size)
         entries = plan_load(table, shapes, source.tensors, values, tp_size, etp[1])

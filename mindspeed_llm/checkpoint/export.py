@@ -25,6 +25,7 @@ from mindspeed_llm.checkpoint.engine import Problems, cut_over, group_rank, grou
 from mindspeed_llm.checkpoint.hf_io import TensorInfo
 from mindspeed_llm.checkpoint.layout import global_shape, unshard
 from mindspeed_llm.checkpoint.names import NameTable, WeightEntry, compile_names
+from mindspeed_llm.checkpoint.stacked import join, stored_name, stored_tensors
 from mindspeed_llm.checkpoint.transforms import part_rows, split
 from mindspeed_llm.config.run import RunConfig
 from mindspeed_llm.errors import CheckpointError
@@ -121,8 +122,15 @@ def iter_hf_weights(
     Raises:
         ConversionError: the stages together do not hold exactly the family's weights.
     """
+    table = compile_names(family, values_of(cfg))
+    return join(_planned_weights(chunks, table, cfg, groups, whole), table)
+
+
+def _planned_weights(
+    chunks: Sequence[nn.Module], table: NameTable, cfg: RunConfig, groups: ParallelGroups, whole: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """The same by the names of the table, where each expert is by itself."""
     values = values_of(cfg)
-    table = compile_names(family, values)
     live = live_tensors(chunks)
     held = placement(table, live, groups)
     device = next(iter(live.values())).device
@@ -366,10 +374,11 @@ def _write_weights(
         if entry.exported:
             owner = held[entry.mcore]
             for name, shape in _hf_shapes(entry, owner.shape, values, groups):
-                tensors[name], writers[name] = TensorInfo(shape, dtype), owner.stage
-    plan = hf_io.plan_shards(tensors, writers, max_shard_bytes)
+                tensors[name], writers[stored_name(name)] = TensorInfo(shape, dtype), owner.stage
+    stored = stored_tensors(tensors)
+    plan = hf_io.plan_shards(stored, writers, max_shard_bytes)
     mine = [shard for writer, shard in plan if writer == group_rank(groups.pp)]
-    writer = hf_io.ShardWriter(staging, mine, tensors)
+    writer = hf_io.ShardWriter(staging, mine, stored)
     failure: OSError | CheckpointError | None = None
     for name, tensor in iter_hf_weights(chunks, family, cfg, groups=groups, whole=False):
         try:
@@ -383,4 +392,4 @@ def _write_weights(
     if groups.leads:
         writer.finish()
         if group_rank(groups.pp) == 0:
-            hf_io.write_index(staging, [shard for _, shard in plan], tensors)
+            hf_io.write_index(staging, [shard for _, shard in plan], stored)

@@ -28,8 +28,9 @@ from mindspeed_llm.checkpoint.convert.target import check_target
 from mindspeed_llm.checkpoint.convert.torch_dist import TorchDistSource
 from mindspeed_llm.checkpoint.convert.views import HuggingFace, Megatron, Repadded
 from mindspeed_llm.checkpoint.engine import Problems, check_ties, plan_load
-from mindspeed_llm.checkpoint.hf_io import TensorInfo, TensorSource, Turned
+from mindspeed_llm.checkpoint.hf_io import TensorInfo, TensorSource
 from mindspeed_llm.checkpoint.names import NameTable, compile_names
+from mindspeed_llm.checkpoint.stacked import as_planned, as_stored
 from mindspeed_llm.checkpoint.survey import find_save
 from mindspeed_llm.config.derive import padded_vocab_size
 from mindspeed_llm.errors import CheckpointError, ConfigError
@@ -154,10 +155,8 @@ def _view(given: _Given, values: Mapping[str, Any], settings: Settings) -> Tenso
     table = compile_names(given.family, values)
     if settings.load_kind == "mg" and settings.save_kind == "mg":
         return Repadded(table, given.tensors, values)
-    seen = (
-        given.tensors if settings.load_kind == "mg" else Megatron(table, Turned(given.tensors, table.turned()), values)
-    )
-    return seen if settings.save_kind == "mg" else Turned(HuggingFace(table, seen, values), table.turned())
+    seen = given.tensors if settings.load_kind == "mg" else Megatron(table, as_planned(given.tensors, table), values)
+    return seen if settings.save_kind == "mg" else as_stored(HuggingFace(table, seen, values), table)
 
 
 def _read_hf(settings: Settings, stack: ExitStack) -> _Given:
@@ -167,10 +166,10 @@ def _read_hf(settings: Settings, stack: ExitStack) -> _Given:
     family, values = described_model(hf_config, settings.family, folder)
     table = compile_names(family, values)
     stored = hf_io.open_tensors(folder, stack)
-    turned = Turned(stored, table.turned())
+    planned = as_planned(stored, table)
     shapes = planned_shapes(table, values)
-    plan_load(table, shapes, turned.tensors, values, 1)
-    check_ties(table, turned)
+    plan_load(table, shapes, planned.tensors, values, 1)
+    check_ties(table, planned)
     dropped = sorted(name for name in stored.tensors if table.is_dropped(name))
     if dropped:
         notices.append(f"{len(dropped)} tensors that nobody needs are left out, such as {dropped[0]}")

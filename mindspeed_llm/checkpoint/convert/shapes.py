@@ -68,6 +68,7 @@ def _attention(module: str, values: Mapping[str, Any]) -> Sizes | None:
     sizes: dict[str, Sizes] = {
         "linear_qkv": ((heads + 2 * groups) * channels, hidden),
         "linear_proj": (hidden, heads * channels),
+        "core_attention": (heads, None),
         "q_layernorm": (heads * channels if over_heads else channels, None),
         "k_layernorm": (groups * channels if over_heads else channels, None),
     }
