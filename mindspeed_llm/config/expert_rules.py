@@ -122,6 +122,14 @@ def _groups(cfg: RunConfig, experts: int, topk: int) -> Iterator[ConfigError]:
             got=f"--moe-router-num-groups {groups}, --moe-router-group-topk {chosen}",
             fix=fix,
         )
+    judges = cfg.model.moe_router_group_experts
+    if judges is not None and (groups is None or not 1 <= judges <= experts // max(groups, 1)):
+        yield ConfigError(
+            "so many experts of a group cannot judge it",
+            got=f"--moe-router-group-experts {judges}, --moe-router-num-groups {groups}",
+            allowed="1 to the experts of a group, with groups",
+            fix="--moe-router-group-experts or --moe-router-num-groups",
+        )
     if groups is None or chosen is None or min(groups, chosen) < 1:
         return
     if experts % groups:
@@ -131,8 +139,8 @@ def _groups(cfg: RunConfig, experts: int, topk: int) -> Iterator[ConfigError]:
             allowed=f"a divisor of {experts}",
             fix="--moe-router-num-groups",
         )
-    elif not chosen <= min(groups, topk) or topk % chosen or topk > chosen * (experts // groups):
-        # megatron-core ranks groups by the sum of their best topk / group_topk scores.
+    elif not chosen <= min(groups, topk) or (judges is None and topk % chosen) or topk > chosen * (experts // groups):
+        # megatron-core ranks groups by the sum of their best topk / group_topk scores, unless told how many.
         yield ConfigError(
             "a token's experts cannot be shared equally by the groups that it may use",
             got=f"{topk} experts of {chosen} among {groups} groups of {experts // groups}",

@@ -24,6 +24,7 @@ EXPOSED = names(
     hidden_size num_attention_heads softmax_type softmax_scale num_query_groups ffn_hidden_size kv_channels
     hidden_dropout attention_dropout
     layernorm_epsilon layernorm_zero_centered_gamma add_bias_linear add_qkv_bias gated_linear_unit
+    activation_func_clamp_value glu_linear_offset
     rotary_interleaved window_size window_attn_skip_freq normalization qk_layernorm
     calculate_per_token_loss no_rope_freq init_method_std embedding_init_method_std
     bias_activation_fusion transformer_impl recompute_granularity recompute_method recompute_num_layers

@@ -69,6 +69,9 @@ class ModelConfig:
     beta_slow: float = option(1.0, flags=("--rope-scaling-beta-slow",))
     """yarn scaling: channels that turn at most this often within the original context are fully stretched."""
 
+    rope_scaling_truncate: bool = True
+    """yarn scaling: round the range between fully stretched channels and those left alone to whole channels."""
+
     rope_scaling_mscale: float | None = None
     """yarn scaling: strength of the correction of the attention temperature."""
 

@@ -34,11 +34,13 @@ SHAPE_FIELDS = names(
 ARCHITECTURE_FIELDS = SHAPE_FIELDS + names(
     """rotary_base rotary_percent rotary_interleaved rope_scaling_type rope_scaling_factor
     rope_scaling_original_max_position_embeddings low_freq_factor high_freq_factor beta_fast beta_slow
-    rope_scaling_mscale rope_scaling_mscale_all_dim rope_scaling_attention_factor layernorm_epsilon
+    rope_scaling_truncate rope_scaling_mscale rope_scaling_mscale_all_dim rope_scaling_attention_factor
+    layernorm_epsilon
     rotary_base_local long_factor short_factor no_rope_freq
     layernorm_zero_centered_gamma activation_func window_size window_attn_skip_freq softmax_scale
     embedding_multiplier residual_multiplier output_multiplier output_logit_softcapping attn_logit_softcapping
-    normalize_output_weight moe_router_topk moe_router_score_function moe_router_pre_softmax moe_router_num_groups
+    normalize_output_weight activation_func_clamp_value glu_linear_offset
+    moe_router_topk moe_router_score_function moe_router_pre_softmax moe_router_num_groups
     moe_router_group_topk moe_router_group_experts moe_router_topk_scaling_factor moe_apply_probs_on_input
     """
 )

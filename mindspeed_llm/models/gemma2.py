@@ -46,8 +46,9 @@ def cappings(scores: float | None, logits: float | None) -> tuple[Derived, Deriv
     )
 
 
-def interleaved_windows(period: int) -> Derived:
-    """Rule for windows in all layers but each ``period``-th, unless ``layer_types`` says otherwise."""
+def interleaved_windows(period: int, window: int = 4096) -> Derived:
+    """Rule for windows in all layers but each ``period``-th, unless ``layer_types`` says otherwise; ``window`` is what
+    transformers takes where config.json names no size."""
 
     def to_values(hf_config: Values) -> dict[str, Any]:
         layers = hf_config.get("num_hidden_layers")
@@ -55,7 +56,7 @@ def interleaved_windows(period: int) -> Derived:
             raise ConversionError("config.json lacks 'num_hidden_layers'")
         every = hf_config.get("sliding_window_pattern") or hf_config.get("_sliding_window_pattern") or period
         kinds = hf_config.get("layer_types") or [SLIDING if (i + 1) % every else FULL for i in range(layers)]
-        return window_values(hf_config.get("sliding_window", 4096), kinds, layers)
+        return window_values(hf_config.get("sliding_window", window), kinds, layers)
 
     def to_hf(values: Values) -> dict[str, Any]:
         return {"sliding_window": window_tokens(values), "layer_types": layer_types(values)}

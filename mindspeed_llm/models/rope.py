@@ -23,6 +23,7 @@ _SCALING_KEYS: Mapping[str, tuple[Mapping[str, str], Mapping[str, str]]] = {
             "original_max_position_embeddings": "rope_scaling_original_max_position_embeddings",
             "beta_fast": "beta_fast",
             "beta_slow": "beta_slow",
+            "truncate": "rope_scaling_truncate",
             "attention_factor": "rope_scaling_attention_factor",
             "mscale": "rope_scaling_mscale",
             "mscale_all_dim": "rope_scaling_mscale_all_dim",
@@ -52,6 +53,7 @@ _SCALING_OFF: Mapping[str, Any] = {
     "high_freq_factor": 4.0,
     "beta_fast": 32.0,
     "beta_slow": 1.0,
+    "rope_scaling_truncate": True,
     "rope_scaling_mscale": None,
     "rope_scaling_mscale_all_dim": None,
     "rope_scaling_attention_factor": None,
@@ -139,10 +141,6 @@ def rope_values(given: Mapping[str, Any], hf_config: Values) -> dict[str, Any]:
         value: Any = given.pop(key, None)
         if value is not None:
             values[name] = tuple(cast(list[float], value)) if isinstance(value, list) else value
-    if given.pop("truncate", True) is False:
-        raise ConversionError(
-            "config.json: yarn without rounding of its channel range is not supported", got="truncate=false"
-        )
     if rope_type in ("linear", "dynamic"):
         # some configs carry it although transformers reads max_position_embeddings instead
         given.pop("original_max_position_embeddings", None)

@@ -182,6 +182,8 @@ _PLAIN: Mapping[str, Any] = {
     "qk_norm_over_heads": False,
     "qk_norm_after_rotary": False,
     "gated_linear_unit": True,
+    "activation_func_clamp_value": None,
+    "glu_linear_offset": 0.0,
     "num_moe_experts": None,
     "multi_latent_attention": False,
     "rotary_percent": 1.0,

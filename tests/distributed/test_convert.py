@@ -55,6 +55,7 @@ def test_megatron_core_loads_what_was_converted(pool: Pool, tmp_path: Path, name
         ("q25tied", 1, 4, None, 1),
         ("llama31", 1, 2, 2, 1),
         ("mixtral", 2, 2, None, 2),
+        ("gpt_oss", 1, 2, None, 2),
     ],
 )
 def test_any_layout_loads_the_same_files(

@@ -48,6 +48,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         ("mixtral", 1, 1, None, 4, 2),
         ("qwen2_moe", 2, 2, None, 2, 2),
         ("deepseek_v3", 2, 2, None, 1, 2),  # one expert-tensor-parallel rank
+        ("gpt_oss", 2, 2, None, 1, 2),  # all experts of a layer in one tensor
     ],
 )
 def test_every_layout_gives_back_the_same_bits(

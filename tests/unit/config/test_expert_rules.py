@@ -49,6 +49,12 @@ CASES: list[tuple[int, dict[str, Any], str]] = [
         {"moe_router_topk": 3, "moe_router_num_groups": 4, "moe_router_group_topk": 2},
         "a divisor of 3, up to 3",
     ),
+    (1, {"moe_router_group_experts": 2}, "--moe-router-group-experts 2, --moe-router-num-groups None"),
+    (
+        1,
+        {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_group_experts": 3},
+        "so many experts of a group cannot judge it",
+    ),
     # balancing
     (1, {"moe_router_load_balancing_type": "seq_aux"}, "aux_loss, seq_aux_loss, global_aux_loss, sinkhorn, none"),
     (1, {"moe_router_load_balancing_type": "group_limited_greedy"}, "it ranks groups by their best expert"),

@@ -87,6 +87,19 @@ CASES: dict[str, Case] = {
     "dim_model_base": Case(4),
     "output_logit_softcapping": Case(0.5),
     "attn_logit_softcapping": Case(1e-3),
+    "activation_func_clamp_value": Case(1e-3, {"gated_linear_unit": True}),
+    "glu_linear_offset": Case(1.0, {"gated_linear_unit": True}),
+    "rope_scaling_truncate": Case(
+        False,
+        {
+            "rotary_base": 100.0,
+            "rope_scaling_type": "yarn",
+            "rope_scaling_factor": 4.0,
+            "rope_scaling_original_max_position_embeddings": 64,
+        },
+    ),
+    "qk_norm_after_rotary": Case(True, {"qk_layernorm": True}),
+    "moe_router_group_experts": Case(1, {**MOE, "moe_router_num_groups": 2, "moe_router_group_topk": 1}),
     "qk_norm_over_heads": Case(True, {"normalization": "RMSNorm"}),
     "tensor_model_parallel_size": Case(2, world=2),
     "pipeline_model_parallel_size": Case(2, {k: v for k, v in PP2.items() if k.startswith("check")}, world=2),
@@ -182,7 +195,8 @@ OURS = names(
     """position_embedding_type q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rotary_base
     rotary_base_local rotary_percent long_factor short_factor embedding_multiplier input_embeds_norm
     embedding_layernorm residual_multiplier scale_depth output_multiplier dim_model_base output_logit_softcapping
-    attn_logit_softcapping normalize_output_weight pre_norm post_norm qk_norm_over_heads first_k_dense_replace
+    attn_logit_softcapping normalize_output_weight pre_norm post_norm qk_norm_over_heads qk_norm_after_rotary
+    rope_scaling_truncate moe_router_group_experts first_k_dense_replace
     n_shared_experts norm_topk_prob seq_aux moe_tp_extend_ep untie_embeddings_and_output_weights activation_func
     group_query_attention init_method_xavier_uniform"""
 )

@@ -35,7 +35,8 @@ class Facts(NamedTuple):
     Where they stand: litgpt 0.5.13's table (Llama, CodeLlama, Gemma, Mistral, OLMo 2, Phi, Qwen2.5, Qwen3, SmolLM2),
     NeMo's (Qwen2), mlc-llm's model_preset.py (ChatGLM3, Baichuan2 7B, GPT-2, InternLM2 7B, InternLM2.5 7B Chat,
     MiniCPM, Phi-3.5, OLMo 2 32B, Qwen1.5 1.8B), makers' own config.json with the size of the model's page (Mixtral,
-    Qwen MoE, DeepSeek, Kimi, Hunyuan, Ling), MindSpeed-LLM's scripts (GLM-4, GLM-4-0414, InternLM, Baichuan2 13B,
+    Qwen MoE, DeepSeek, Kimi, Hunyuan, Ling,
+    GPT-OSS), MindSpeed-LLM's scripts (GLM-4, GLM-4-0414, InternLM, Baichuan2 13B,
     Qwen1.5, Yi), lmdeploy's guide (InternLM2 Chat 20B), Meta's params.json (Llama 1), cards and papers (Bloom,
     Gemma 3 270M, Seed-OSS, SmolLM3).
     """
@@ -72,6 +73,8 @@ PUBLISHED = {
     "GPT-2-medium": Facts(354_823_168, 1e-5, None, 1024),
     "GPT-2-large": Facts(774_030_080, 1e-5, None, 1024),
     "GPT-2-xl": Facts(1_557_611_200, 1e-5, None, 1024),
+    "GPT-OSS-20B": Facts(20_914_757_184, 1e-5, 150000, _LONG, 32, window=128),
+    "GPT-OSS-120B": Facts(116_829_156_672, 1e-5, 150000, _LONG, 32, window=128),
     "Gemma-2B": Facts(2_506_172_416, 1e-6, 1e4, 8192, index=(164, 5_012_344_832)),
     "Gemma-7B": Facts(8_537_680_896, 1e-6, 1e4, 8192),
     "Gemma-2-2B": Facts(2_614_341_888, 1e-6, 1e4, 8192, window=4096),

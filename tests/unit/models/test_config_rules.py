@@ -252,7 +252,6 @@ def test_a_shallower_qwen_lists_as_many_layer_types() -> None:
         ({"rope_scaling": {"rope_type": "proportional", "factor": 2.0}}, "unknown rope_type"),
         ({"rope_scaling": {"rope_type": "linear"}}, "'linear' lacks factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 3}}, "has keys that it does not read"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, "truncate=false"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per layer type"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"quantization_config": {"quant_method": "fp8"}}, "dequantise"),

@@ -18,10 +18,11 @@ from mindspeed_llm.checkpoint.convert.record import described_model
 from mindspeed_llm.checkpoint.convert.shapes import planned_shapes
 from mindspeed_llm.checkpoint.convert.views import HuggingFace, Megatron
 from mindspeed_llm.checkpoint.engine import check_heads, plan_load
-from mindspeed_llm.checkpoint.hf_io import TensorInfo, Turned
+from mindspeed_llm.checkpoint.hf_io import TensorInfo
 from mindspeed_llm.checkpoint.layout import global_shape, local_columns, local_rows
 from mindspeed_llm.checkpoint.names import NameTable, compile_names
-from mindspeed_llm.models.family import Column, Replicated, Row
+from mindspeed_llm.checkpoint.stacked import as_planned, as_stored
+from mindspeed_llm.models.family import Column, Replicated, Row, Vocab
 from mindspeed_llm.models.registry import family_for
 from mindspeed_llm.tools.recipes import RECIPES
 from tests.oracles import ORACLES
@@ -60,14 +61,14 @@ def model(name: str) -> tuple[NameTable, dict[str, Any]]:
 def test_what_is_written_has_the_names_and_shapes_of_save_pretrained(name: str) -> None:
     table, values = model(name)
     whole = shapes_of(planned_shapes(table, values))
-    written = Turned(HuggingFace(table, whole, values), table.turned())
+    written = as_stored(HuggingFace(table, whole, values), table)
     assert plain(written) == stored_shapes(name)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_what_save_pretrained_writes_is_read_whole(name: str) -> None:
     table, values = model(name)
-    stored = Turned(shapes_of(stored_shapes(name)), table.turned())
+    stored = as_planned(shapes_of(stored_shapes(name)), table)
     planned = planned_shapes(table, values)
     assert {entry.mcore for entry in plan_load(table, planned, stored.tensors, values, 1)} == set(planned)
     exported = {entry.mcore for entry in table.entries.values() if entry.exported}
@@ -107,7 +108,8 @@ def test_ranks_of_a_recipe_share_every_tensor_out(name: str, tp: int) -> None:
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if family_for(hf_config(name)).name not in WITHOUT_PLAN])
 def test_what_is_cut_by_rows_and_by_columns_is_what_transformers_cuts(name: str) -> None:
     plan = shallow(name).config.base_model_tp_plan
-    kinds = {"colwise": Column, "rowwise": Row, "replicated": Replicated, "mla": Replicated}
+    kinds = {"colwise": Column, "rowwise": Row, "replicated": Replicated}
+    kinds |= {"mla": Replicated, "embedding": Vocab}
     # The plan of a family also names what a model of it may lack, and experts as transformers keeps them.
     stored = {re.sub(r"\.\d+\.", ".*.", key) for key in stored_shapes(name)}
     theirs = {
