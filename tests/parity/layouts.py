@@ -72,11 +72,7 @@ THOROUGH = {
 def _everywhere(family: ModelFamily) -> str:
     """Layouts in which most of the machinery works on a family. transformers never moves the bias of an expert."""
     values = family.config_to_values(family.tiny)
-    layouts = ["one", "tp2+sp+pp2"]
-    if values["num_moe_experts"]:
-        # Each rank would add the whole bias of an expert that it shares.
-        layouts[1] += "+etp1" if values["add_bias_linear"] else ""
-        layouts += ["dp2+ep2+alltoall", "tp2+sp+pp2+etp1+ep2+alltoall"]
+    layouts = ["one", "tp2+sp+pp2+etp1+ep2+alltoall" if values["num_moe_experts"] else "tp2+sp+pp2"]
     fixed = "+fixedbias" if values.get("moe_router_enable_expert_bias") else ""
     return " ".join(layout + fixed for layout in layouts)
 
