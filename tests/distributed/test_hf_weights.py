@@ -66,6 +66,7 @@ def test_every_layout_gives_back_the_same_bits(
         virtual_pipeline_model_parallel_size=vpp,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=1 if ep > dp else None,
+        sequence_parallel=ep > 1 and tp > 1,
     )
     expected = reference(folder)
     assert_same(results[0]["stream"], expected)
