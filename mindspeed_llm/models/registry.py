@@ -61,6 +61,17 @@ def family_by_name(name: str) -> ModelFamily:
         raise ConversionError("unknown model family", got=name, allowed=", ".join(sorted(families()))) from None
 
 
+_CANNOT: Mapping[str, str] = {
+    "PhiMoEForCausalLM": "its sparsemixer weighs each of a token's two experts by a softmax of its own",
+    "PhimoeForCausalLM": "its sparsemixer weighs each of a token's two experts by a softmax of its own",
+    "Llama4ForCausalLM": "its layers attend within chunks, and scale queries by their position",
+    "Llama4ForConditionalGeneration": "its layers attend within chunks, and scale queries by their position",
+    "MiniMaxForCausalLM": "most of its layers have linear attention",
+    "MiniMaxText01ForCausalLM": "most of its layers have linear attention",
+}
+"""Why published architectures that are asked for have no family: what the layers here do not compute."""
+
+
 def family_for(hf_config: Mapping[str, Any]) -> ModelFamily:
     """The family whose weights ``config.json`` announces: by ``architectures``, of several the one of its
     ``model_type``; else by ``model_type``.
@@ -78,9 +89,10 @@ def family_for(hf_config: Mapping[str, Any]) -> ModelFamily:
     ]
     if found:
         return next((family for family in found if family.hf_model_type == model_type), found[0])
+    reasons = [_CANNOT[name] for name in architectures if name in _CANNOT]
     known = (f"{name} ({', '.join(family.hf_architectures)})" for name, family in sorted(families().items()))
     raise ConversionError(
-        "no model family for this config.json",
+        "; ".join(["no model family for this config.json", *reasons]),
         got=", ".join(architectures) or f"model_type {model_type}",
         allowed="; ".join(known),
     )

@@ -336,6 +336,8 @@ def test_the_registry_names_what_it_has() -> None:
         family_for({"architectures": ["MambaForCausalLM"], "model_type": "mamba"})
     with pytest.raises(ConversionError, match="Qwen2ForSequenceClassification"):
         family_for({"architectures": ["Qwen2ForSequenceClassification"], "model_type": "qwen2"})
+    with pytest.raises(ConversionError, match="linear attention"):
+        family_for({"architectures": ["MiniMaxText01ForCausalLM"], "model_type": "minimax_text_01"})
     assert family_for({"model_type": "qwen2"}).name == "qwen2"
     with pytest.raises(ConversionError, match=r"llama, .*qwen2"):
         family_by_name("gpt5")
