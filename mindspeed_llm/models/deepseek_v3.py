@@ -8,6 +8,7 @@ from mindspeed_llm.errors import ConversionError
 from mindspeed_llm.models.blocks import DENSE_LAYERS_MLP, EMBEDDING_AND_HEAD, PRE_NORMS
 from mindspeed_llm.models.experts import (
     FIRST_LAYERS_DENSE,
+    NO_FURTHER_TOKENS,
     TRAINING_OF_THE_ROUTER,
     balancing_bias,
     number_of_experts,
@@ -86,8 +87,7 @@ FAMILY = ModelFamily(
         TRAINING_OF_THE_ROUTER,
         Ignore("ep_size", "pretraining_tp", why="how the model was once trained"),
         Ignore("aux_loss_alpha", "seq_aux", why="--moe-aux-loss-coeff, --moe-router-load-balancing-type say it here"),
-        Expect("num_nextn_predict_layers", 0, why="multi-token prediction is planned"),
-        Expect("num_mtp_layers", 0, why="multi-token prediction is planned"),
+        NO_FURTHER_TOKENS,
     ),
     weights=(
         *EMBEDDING_AND_HEAD,
