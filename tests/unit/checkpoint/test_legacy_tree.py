@@ -313,7 +313,7 @@ def test_other_models_are_refused_by_name(tmp_path: Path) -> None:
     for key, value, says in (
         ("language_model", other, "before megatron-core"),
         ("decoder.layers.0.mlp.linear_fc1.lora_A.default.weight", torch.ones(2), "LoRA"),
-        ("decoder.layers.0.mlp.experts.weight1", torch.ones(2), "mixture of experts"),
+        ("decoder.layers.0.mlp.experts.weight1", torch.ones(2), "experts in one matrix"),
     ):
         change(folder, lambda content, k=key, v=value: content.update(model={k: v}))
         assert says in refused(folder, model, ConversionError)
