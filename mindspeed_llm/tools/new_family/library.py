@@ -166,12 +166,15 @@ def known_families(without: Collection[str] = ()) -> list[Known]:
 
 
 def _fragments(source: Source) -> Iterator[Fragment]:
-    """The elements of ``config=(...)`` in a family's file."""
-    call = next(
+    """The elements of ``config=(...)`` in a family's file; none where it is another family under a name of its own."""
+    calls = [
         node.value
         for node in source.tree.body
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and _called(node.value) == "ModelFamily"
-    )
+    ]
+    if not calls:
+        return
+    (call,) = calls
     config = next(keyword.value for keyword in call.keywords if keyword.arg == "config")
     for node in config.elts if isinstance(config, ast.Tuple) else ():
         inner = node.value if isinstance(node, ast.Starred) else node

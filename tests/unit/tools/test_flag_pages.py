@@ -34,7 +34,7 @@ def test_no_flag_is_listed_twice_and_each_has_an_owner() -> None:
         ("use-mcore-models", "without effect", ""),
         # Only its value 1 is accepted: a recipe that carries it may ask for what does not exist yet.
         ("context-parallel-size", "in part", "step 7"),
-        ("num-experts", "planned", "step 6"),
+        ("num-experts", "other spelling", ""),
         ("lora-r", "later", "later"),
         ("load-checkpoint-loosely", "refused", ""),
         ("barrier-with-L1-time", "later", "later"),

@@ -167,7 +167,7 @@ def verdicts(line: str, script: str = "pretrain_gpt.py") -> dict[str, tuple[str,
         ("--reuse-fp32-param", "dropped", "planned with the memory features, step 10"),
         ("--num-layer-list 3,5", "dropped", "planned with uneven pipelines, step 6"),
         # Without these the model would be another one.
-        ("--num-experts 8", "refused", "planned with mixture of experts, step 6"),
+        ("--num-experts 8", "kept", ""),
         ("--noop-layers 1", "refused", "planned with no-op layers, step 6"),
         ("--fp8-format hybrid", "refused", "it needs TransformerEngine"),
         ("--batch-size 4", "renamed", "to --micro-batch-size"),
